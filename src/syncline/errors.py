@@ -1,0 +1,81 @@
+"""Everything Syncline raises, split by what the caller can do about it.
+
+SynclineError
+  ConfigError        the request is impossible; nothing was sent
+    UnknownName      a name that is not in the table; the nearest ones are offered
+  FabricError        a peer or a link failed; the step was discarded
+    PeerLost         a rank died or left
+    PeerStalled      a rank is alive as far as we know, but did not arrive before the deadline
+    Desync           ranks called different things
+  ScheduleError      a collective's schedule breaks one of its invariants
+  RankFailed         `run` was asked to run a function and it failed on some rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+
+class SynclineError(Exception):
+    """The root of every error raised on purpose by this package."""
+
+
+class ConfigError(SynclineError, ValueError):
+    """The request is impossible; nothing was sent."""
+
+
+class UnknownName(ConfigError):
+    """A name that is not in the table."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = get_close_matches(name, names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}")
+        self.near = near
+
+
+class FabricError(SynclineError):
+    """A peer or a link failed; what was being computed has been discarded."""
+
+
+class PeerError(FabricError):
+    """A failure that is one rank's."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(rank, message)
+        self.rank = rank
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class PeerLost(PeerError):
+    """A rank died or left."""
+
+
+class PeerStalled(PeerError):
+    """A rank did not arrive before the deadline."""
+
+
+class Desync(FabricError):
+    """Ranks called different things."""
+
+
+class ScheduleError(SynclineError):
+    """A collective's schedule breaks one of its invariants."""
+
+
+class RankFailed(SynclineError):
+    """A function given to `run` failed. The rank that failed first comes first.
+
+    `failures` maps each failed rank to its exception (or to a description of how its process ended), in
+    the order in which they are to be blamed; `results` holds what the ranks that succeeded returned.
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, BaseException], results: Mapping[int, object]) -> None:
+        super().__init__(message)
+        self.failures = dict(failures)
+        self.results = dict(results)

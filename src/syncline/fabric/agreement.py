@@ -1,0 +1,64 @@
+"""Before a collective, ranks compare what they are about to do.
+
+The call is text of a fixed size, gathered from all ranks: `all_reduce(sum, float32[1000003], ring), call 7`. What
+is compared is what is printed when it differs. It is gathered before any data, over the same messages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from syncline.collectives.all_gather import all_gather
+from syncline.collectives.execute import Reduction, execute
+from syncline.collectives.program import compile_program
+from syncline.errors import Desync
+
+if TYPE_CHECKING:
+    from syncline.fabric.base import Fabric
+
+HEADER_BYTES = 192
+
+
+def compare_calls(fabric: Fabric, call: str, until: float) -> None:
+    """Raise `Desync` on every rank unless all of them say the same."""
+    world, rank = fabric.world, fabric.rank
+    headers = torch.zeros(world, HEADER_BYTES, dtype=torch.uint8)
+    headers[rank] = encode(call)
+    headers = headers.to(fabric.device)
+    flat = headers.view(-1)
+
+    def view(lo: int, hi: int) -> Tensor:
+        return flat[lo:hi]
+
+    program = compile_program(all_gather(world), rank, flat.numel(), flat.numel(), 1)
+    execute(program, fabric, view, view, Reduction("sum", rank, world, torch.uint8), until, lambda _: None)
+    if not bool((headers == headers[0]).all()):
+        raise Desync(difference([decode(row) for row in headers.cpu()]))
+
+
+def encode(call: str) -> Tensor:
+    """Text as a row of bytes."""
+    return torch.tensor(list(call.encode()[:HEADER_BYTES].ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def decode(row: Tensor) -> str:
+    """A row of bytes as text."""
+    return bytes(row.tolist()).decode(errors="replace").strip()
+
+
+def difference(calls: list[str]) -> str:
+    """Who called what, the most common call first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, call in enumerate(calls):
+        ranks.setdefault(call, []).append(rank)
+    sides = sorted(ranks.items(), key=lambda side: (-len(side[1]), side[1]))
+    told = "; ".join(f"{some_ranks(who)} called {call}" for call, who in sides)
+    return f"ranks differ, so nothing was sent: {told}. All ranks must make the same calls in the same order."
+
+
+def some_ranks(ranks: list[int]) -> str:
+    """`rank 2` or `ranks 0, 1, 3`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,75 @@
+"""After a failed message, ranks find out together who is to blame, through the process group's store.
+
+Everyone who fails reports whom it was waiting for and gives up its connections, which wakes those who wait for it. The
+one who made no report, at the end of the chain of reports, is to blame. A report is made once: the group is unusable
+from then on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from syncline.errors import PeerError
+from syncline.fabric.blame import Kind, culprit, peer_error
+
+PATIENCE_S = 0.8  # for reports of ranks that are still being woken
+PAUSE_S = 0.02
+
+
+class Inquest:
+    """One rank's part in finding the culprit."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, world: int) -> None:
+        self.group = group
+        self.rank = rank
+        self.world = world
+        self.store = PrefixStore("syncline/inquest", group.get_group_store())
+        self.reports: dict[int, tuple[int | None, Kind]] = {}
+
+    def hold(self, peer: int | None, kind: Kind, during: str, waited_s: float) -> PeerError:
+        """Report, wake the others, hear their reports, and return the error that names the culprit."""
+        self.reports[self.rank] = (peer, kind)
+        # The store may itself be on the rank that is stopped, so nobody waits for it without a limit.
+        hearing = threading.Thread(target=self._hear, args=(peer, kind), daemon=True)
+        hearing.start()
+        hearing.join(2 * PATIENCE_S)
+        guilty, how = self.verdict(peer, kind)
+        return peer_error(how, guilty, self.rank, during, waited_s)
+
+    def verdict(self, peer: int | None, kind: Kind) -> tuple[int, Kind]:
+        """The end of the chain; where an engine did not say who failed, the lowest rank that made no report."""
+        silent = [rank for rank in range(self.world) if rank not in self.reports]
+        if peer is None:
+            peer = silent[0] if silent else (self.rank + 1) % self.world
+        guilty = culprit(peer, lambda rank: self.reports.get(rank, (None, kind))[0])
+        seen = [how for whom, how in self.reports.values() if whom == guilty]
+        if "lost" in seen:
+            return guilty, "lost"
+        return guilty, seen[0] if seen else kind
+
+    def _hear(self, peer: int | None, kind: Kind) -> None:
+        """Report and collect reports until all but one rank have spoken or patience ends."""
+        with suppress(RuntimeError):
+            self.store.set(str(self.rank), json.dumps([peer, kind]))
+            self._give_up_connections()
+            until = time.monotonic() + PATIENCE_S
+            while len(self.reports) < self.world - 1 and time.monotonic() < until:
+                self._collect()
+                time.sleep(PAUSE_S)
+
+    def _collect(self) -> None:
+        for rank in range(self.world):
+            if rank not in self.reports and self.store.check([str(rank)]):
+                whom, how = json.loads(self.store.get(str(rank)))
+                self.reports[rank] = (whom, how)
+
+    def _give_up_connections(self) -> None:
+        """Wake whoever waits for this rank. Gloo closes all connections of a group when one wait times out."""
+        with suppress(RuntimeError, NotImplementedError):
+            self.group.abort()

@@ -1,0 +1,191 @@
+"""Ranks as processes of this machine.
+
+Processes come from a fork server that has imported torch once, so four of them start in a fraction of a second and
+none inherits this process's threads. A function that cannot be sent to another process (a lambda, a local function, a
+notebook cell) is inherited by a plain fork instead; that works as long as this process has not run a backward
+pass, which torch does not allow to be forked.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from syncline.current import using
+from syncline.launch.failures import Failure, ProcessEnded, rank_failed
+
+if TYPE_CHECKING:
+    from syncline.fabric.base import Fabric
+
+T = TypeVar("T")
+GRACE_S = 5.0  # for the others to fail by themselves, with an error that says why
+ENDING_S = 2.0  # between asking a process to end and killing it
+
+
+class Join(Protocol):
+    """Sent to every rank: how it gets its fabric."""
+
+    def __call__(self, rank: int, world: int) -> Fabric: ...
+
+
+class Setup(Protocol):
+    """What the starting process does before and after."""
+
+    def prepare(self, world: int) -> tuple[Join, Callable[[], None]]:
+        """What ranks need to join, and how to clean up after them."""
+
+
+def run_processes(fn: Callable[[Fabric], T], world: int, setup: Setup) -> list[T]:
+    """Call `fn` in one process per rank."""
+    context = context_for(fn)
+    join, clean_up = setup.prepare(world)
+    ranks: list[Rank] = []
+    try:
+        for number in range(world):
+            ranks.append(start(context, number, world, join, fn))
+        return collect(ranks)
+    finally:
+        end(ranks)
+        clean_up()
+
+
+def context_for(fn: Callable[..., Any]) -> BaseContext:
+    """The fork server where the function can be sent there, a plain fork elsewhere."""
+    main = sys.modules["__main__"]
+    in_notebook = getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__")
+    try:
+        pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        in_notebook = True
+    if in_notebook:
+        return multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "syncline.launch"])
+    return context
+
+
+@dataclass
+class Rank:
+    """A rank's process, and what is known of it."""
+
+    number: int
+    process: BaseProcess
+    inbox: Connection
+    result: Any = None
+    failure: Failure | None = None
+    heard: bool = field(default=False)
+
+
+def start(context: BaseContext, number: int, world: int, join: Join, fn: Callable[..., Any]) -> Rank:
+    """Start one rank."""
+    inbox, outbox = context.Pipe(duplex=False)
+    process = context.Process(  # type: ignore[attr-defined]
+        target=be_rank, args=(number, world, join, fn, outbox), name=f"rank {number}", daemon=True
+    )
+    process.start()
+    outbox.close()
+    return Rank(number, process, inbox)
+
+
+def collect(ranks: list[Rank]) -> list[Any]:
+    """Wait for all ranks; once one has failed, for a little longer only."""
+    until: float | None = None
+    while waiting := [rank for rank in ranks if not rank.heard]:
+        left = None if until is None else max(until - time.monotonic(), 0.0)
+        ready = wait([rank.inbox for rank in waiting], timeout=left)
+        if not ready:
+            break
+        for rank in (rank for rank in waiting if rank.inbox in ready):
+            hear(rank, order=sum(other.heard for other in ranks))
+            if rank.failure and until is None:
+                until = time.monotonic() + GRACE_S
+    failures = [rank.failure for rank in ranks if rank.failure]
+    if failures:
+        raise rank_failed(failures, {rank.number: rank.result for rank in ranks if succeeded(rank)})
+    return [rank.result for rank in ranks]
+
+
+def succeeded(rank: Rank) -> bool:
+    """Whether a result has come."""
+    return rank.heard and rank.failure is None
+
+
+def hear(rank: Rank, order: int) -> None:
+    """Read a rank's result, its failure, or its silence."""
+    rank.heard = True
+    try:
+        kind, first, second = pickle.loads(rank.inbox.recv_bytes())
+    except EOFError:
+        rank.process.join(ENDING_S)
+        ended = ProcessEnded(rank.number, rank.process.exitcode or 0)
+        rank.failure = Failure(rank.number, ended, str(ended), order)
+        return
+    if kind == "result":
+        rank.result = first
+    else:
+        rank.failure = Failure(rank.number, first, second, order)
+
+
+def end(ranks: list[Rank]) -> None:
+    """Leave no process behind."""
+    for rank in ranks:
+        if not succeeded(rank):
+            rank.process.terminate()
+    until = time.monotonic() + ENDING_S
+    for rank in ranks:
+        rank.process.join(max(until - time.monotonic(), 0.0))
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.inbox.close()
+        rank.process.close()
+
+
+def be_rank(number: int, world: int, join: Join, fn: Callable[[Fabric], Any], outbox: Connection) -> None:
+    """The life of a rank's process."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the starting process, which ends the ranks
+    end_with_parent()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    try:
+        with join(number, world) as fabric, using(fabric):
+            message = ("result", fn(fabric), None)
+        outbox.send_bytes(pickle.dumps(message))
+    except BaseException as error:
+        outbox.send_bytes(failure_message(error, traceback.format_exc()))
+    outbox.close()
+
+
+def failure_message(error: BaseException, text: str) -> bytes:
+    """A failure as bytes; an exception that cannot be sent goes as text."""
+    try:
+        message = pickle.dumps(("failure", error, text))
+        pickle.loads(message)
+    except Exception:
+        return pickle.dumps(("failure", RuntimeError(f"{type(error).__name__}: {error}"), text))
+    return message
+
+
+def end_with_parent() -> None:
+    """See to it that this process does not outlive the one that started it."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, name="watches the starting process", daemon=True).start()
