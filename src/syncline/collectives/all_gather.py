@@ -24,6 +24,14 @@ def all_gather(world: int) -> Schedule:
     return Schedule("dissemination", world, world, tuple(gathering(world)), goal="all_gather")
 
 
+@lru_cache(maxsize=128)
+def all_gather_at_once(world: int) -> Schedule:
+    """One round of W-1 messages from every rank: for parts so small that only waking up costs anything."""
+    pairs = [(rank, (rank + distance) % world) for distance in range(1, world) for rank in range(world)]
+    transfers = tuple(Transfer(src, dst, src, src + 1, "copy") for src, dst in pairs)
+    return Schedule("direct", world, world, (transfers,) if transfers else (), goal="all_gather")
+
+
 def gathering(world: int) -> list[Round]:
     """After each round every rank holds its own chunk and those of the ranks before it, twice as many as before."""
     rounds: list[Round] = []

@@ -32,8 +32,32 @@ class Pending(Protocol):
         """Return when all of them have arrived and all that was sent may be changed."""
 
 
+class Scratch:
+    """Memory for what arrives, kept from call to call: fresh pages cost more than the addition."""
+
+    def __init__(self) -> None:
+        self.free: list[Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor with no particular contents."""
+        nbytes = numel * dtype.itemsize
+        for index, block in enumerate(self.free):
+            if block.numel() >= nbytes:
+                return self.free.pop(index)[:nbytes].view(dtype)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        """Back for the next one."""
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.free.append(whole.set_(tensor.untyped_storage()))
+
+
 class Port(Protocol):
     """The part of a fabric that the executor needs."""
+
+    @property
+    def scratch(self) -> Scratch:
+        """Memory to receive into."""
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
         """Start messages that are in flight together."""
@@ -98,17 +122,17 @@ def execute(
     flights: list[Flight] = []
     for step in program:
         while flights and (step.waits or len(flights) == 2):
-            complete(flights.pop(0), target, reduction, until)
+            complete(flights.pop(0), target, reduction, port.scratch, until)
         on_round(step.round)
         flights.append(post(step, port, source, target, reduction.wire))
     for flight in flights:
-        complete(flight, target, reduction, until)
+        complete(flight, target, reduction, port.scratch, until)
 
 
 def post(step: Step, port: Port, source: View, target: View, wire: torch.dtype) -> Flight:
     """Start the messages of a step."""
     sends = [(on_wire(source(piece.lo, piece.hi), piece, wire), piece.peer) for piece in step.sends]
-    arrivals = [(piece, landing(target(piece.lo, piece.hi), piece, wire)) for piece in step.receives]
+    arrivals = [(piece, landing(target(piece.lo, piece.hi), piece, wire, port.scratch)) for piece in step.receives]
     receives = [(tensor, piece.peer) for piece, tensor in arrivals]
     return Flight(step, port.post(sends, receives), arrivals, [tensor for tensor, _ in sends])
 
@@ -118,15 +142,15 @@ def on_wire(view: Tensor, piece: Piece, wire: torch.dtype) -> Tensor:
     return view.to(wire) if piece.whole else view
 
 
-def landing(view: Tensor, piece: Piece, wire: torch.dtype) -> Tensor:
+def landing(view: Tensor, piece: Piece, wire: torch.dtype, scratch: Scratch) -> Tensor:
     """Where a piece arrives: in place if it is copied as it is, beside it otherwise."""
     dtype = wire if piece.whole else view.dtype
     if piece.op == "copy" and dtype == view.dtype:
         return view
-    return torch.empty(view.numel(), dtype=dtype, device=view.device)
+    return scratch.take(view.numel(), dtype, view.device)
 
 
-def complete(flight: Flight, target: View, reduction: Reduction, until: float) -> None:
+def complete(flight: Flight, target: View, reduction: Reduction, scratch: Scratch, until: float) -> None:
     """Wait for a step and take in what arrived."""
     flight.pending.wait(max(until - monotonic(), 0.001))
     groups: dict[tuple[int, int], list[tuple[Piece, Tensor]]] = {}
@@ -135,11 +159,14 @@ def complete(flight: Flight, target: View, reduction: Reduction, until: float) -
             groups.setdefault((piece.lo, piece.hi), []).append((piece, tensor))
         elif tensor.data_ptr() != target(piece.lo, piece.hi).data_ptr():
             target(piece.lo, piece.hi).copy_(tensor)
+            scratch.give(tensor)
     for (lo, hi), group in groups.items():
         own = target(lo, hi)
         reduction.fold(own, [(piece.peer, tensor) for piece, tensor in group])
         if group[0][0].completes:
             reduction.finish(own)
+        for _, tensor in group:
+            scratch.give(tensor)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 Action = Literal["add", "copy"]
@@ -79,6 +80,11 @@ class Schedule:
         """For each round and each of its transfers, what it carries."""
         return tuple(carried_by_round(self))
 
+    @property
+    def complete(self) -> int:
+        """How many contributions a finished chunk has."""
+        return self.world if self.goal in ("all_reduce", "reduce_scatter") else 1
+
     def starts_with(self, rank: int, chunk: int) -> bool:
         """Whether `rank` has something of its own in `chunk` before the first round."""
         match self.goal:
@@ -92,24 +98,30 @@ class Schedule:
                 return chunk // self.world == rank
 
 
-def carried_by_round(schedule: Schedule) -> Iterator[tuple[Carried, ...]]:
-    """Follow the number of contributions in every chunk of every rank."""
-    needed = schedule.world if schedule.goal in ("all_reduce", "reduce_scatter") else 1
+def contributions(schedule: Schedule) -> Iterator[list[list[int]]]:
+    """How many contributions are in every chunk of every rank: at the start and after each round."""
     counts = [
         [int(schedule.starts_with(rank, chunk)) for chunk in range(schedule.chunks)] for rank in range(schedule.world)
     ]
+    yield [list(row) for row in counts]
     for transfers in schedule.rounds:
         payloads = [counts[t.src][t.lo : t.hi] for t in transfers]
-        for transfer, payload in zip(transfers, payloads, strict=True):
-            mine = counts[transfer.dst]
-            for chunk, count in zip(range(transfer.lo, transfer.hi), payload, strict=True):
-                mine[chunk] = mine[chunk] + count if transfer.op == "add" else count
+        for t, payload in zip(transfers, payloads, strict=True):
+            for chunk, count in zip(range(t.lo, t.hi), payload, strict=True):
+                counts[t.dst][chunk] = counts[t.dst][chunk] + count if t.op == "add" else count
+        yield [list(row) for row in counts]
+
+
+def carried_by_round(schedule: Schedule) -> Iterator[tuple[Carried, ...]]:
+    """For each round, what its transfers carry."""
+    whole = (1, schedule.complete)
+    for transfers, (before, after) in zip(schedule.rounds, pairwise(contributions(schedule)), strict=True):
         yield tuple(
             Carried(
-                whole=all(count in (1, needed) for count in payload),
-                completes=t.op == "add" and all(count == needed for count in counts[t.dst][t.lo : t.hi]),
+                whole=all(count in whole for count in before[t.src][t.lo : t.hi]),
+                completes=t.op == "add" and all(count == whole[1] for count in after[t.dst][t.lo : t.hi]),
             )
-            for t, payload in zip(transfers, payloads, strict=True)
+            for t in transfers
         )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from syncline.collectives.all_gather import all_gather
 from syncline.collectives.all_to_all import all_to_all
 from syncline.collectives.broadcast import broadcast
-from syncline.collectives.execute import OPS, Op, Pending, Reduction, View, accumulator, execute
+from syncline.collectives.execute import OPS, Op, Pending, Reduction, Scratch, View, accumulator, execute
 from syncline.collectives.flat import Algorithm
 from syncline.collectives.program import compile_program
 from syncline.collectives.reduce_scatter import reduce_scatter
@@ -40,7 +40,7 @@ class Fabric(ABC):
     name: ClassVar[str]
     latency_s: ClassVar[float] = 150e-6  # of one message: what `auto` assumes
     bytes_per_s: ClassVar[float] = 1e9  # of one link: what `auto` assumes
-    segment_bytes: ClassVar[int] = 1 << 20  # larger has fewer messages, smaller overlaps better
+    segment_bytes: ClassVar[int] = 2 << 20  # larger has fewer messages, smaller overlaps better
     grain_bytes: ClassVar[int] = 4096  # chunks are cut at multiples of it; small buffers have fewer chunks
 
     def __init__(self, rank: int, world: int, hosts: Hosts, deadlines: Deadlines) -> None:
@@ -50,6 +50,7 @@ class Fabric(ABC):
         self.deadlines = deadlines
         self.device = torch.device("cpu")
         self.during = "nothing"
+        self.scratch = Scratch()
         self.calls = 0
         self.broken: FabricError | None = None
 

@@ -1,0 +1,59 @@
+"""Looks at the processes of this machine through /proc."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+
+
+class Process(NamedTuple):
+    """One line of the process table."""
+
+    pid: int
+    parent: int
+    session: int
+    state: str
+    command: str
+
+
+def process_table() -> Iterator[Process]:
+    """Every process that can be seen, apart from those that end meanwhile."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                yield process_at(folder)
+
+
+def process_at(folder: Path) -> Process:
+    """The name in /proc/PID/stat may hold anything, so fields are counted from its closing bracket."""
+    state, parent, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return Process(int(folder.name), int(parent), int(session), state, command)
+
+
+def ranks_left() -> list[Process]:
+    """What this process has started and not ended, apart from the helpers of multiprocessing, which stay."""
+    table = list(process_table())
+    mine = [process for process in table if process.parent == os.getpid()]
+    helpers = {process.pid for process in mine if any(name in process.command for name in HELPERS)}
+    strangers = [process for process in mine if process.pid not in helpers]
+    return strangers + [process for process in table if process.parent in helpers]
+
+
+def in_session(session: int) -> list[Process]:
+    """The processes of a session, apart from those that have ended and wait to be noticed."""
+    return [process for process in process_table() if process.session == session and process.state != "Z"]
+
+
+def session_ends(session: int, within_s: float) -> bool:
+    """Whether all processes of a session are gone in time."""
+    until = time.monotonic() + within_s
+    while in_session(session) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not in_session(session)
