@@ -1,22 +1,176 @@
 // The border between the native core and Python, and the only file that knows both.
 // Arguments are named, the GIL is released around work, and src/syncline/_native.pyi mirrors this file.
+// Pointers come as integers, from tensors that the caller keeps alive until the call or its handle is done.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include <cstring>
+
 #include "build_info.h"
+#include "group.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
+using namespace syncline;
+
+namespace {
+
+using Rows = nb::ndarray<const int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<nb::numpy, uint8_t, nb::shape<-1>>;
+using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
+
+template <class T = void>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// syncline.errors.<name>(rank, text)
+void raise_with_rank(const char* name, const FabricError& error) {
+  const nb::object kind = nb::module_::import_("syncline.errors").attr(name);
+  PyErr_SetObject(kind.ptr(), nb::make_tuple(error.rank, error.what()).ptr());
+}
+
+void raise(const char* name, const std::exception& error) {
+  PyErr_SetString(nb::module_::import_("syncline.errors").attr(name).ptr(), error.what());
+}
+
+void translate(const std::exception_ptr& pointer, void*) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const PeerLost& error) {
+    raise_with_rank("PeerLost", error);
+  } catch (const PeerStalled& error) {
+    raise_with_rank("PeerStalled", error);
+  } catch (const Desync& error) {
+    raise("Desync", error);
+  } catch (const Aborted& error) {
+    raise_with_rank("PeerAborted", error);
+  } catch (const JoinError& error) {
+    raise("JoinFailed", error);
+  } catch (const Exhausted& error) {
+    raise("OutOfSharedMemory", error);
+  } catch (const std::invalid_argument& error) {
+    raise("ConfigError", error);
+  } catch (const std::logic_error& error) {
+    raise("FabricClosed", error);
+  }
+}
+
+// Ctrl-C, while a call waits.
+void check_signals() {
+  const nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+void make_group(Group* group, const std::string& address, int rank, int world, nb::bytes nonce_bytes, double deadline_s,
+                double join_deadline_s) {
+  Nonce nonce;
+  if (nonce_bytes.size() != nonce.size()) throw std::invalid_argument("a nonce has 16 bytes");
+  std::memcpy(nonce.data(), nonce_bytes.c_str(), nonce.size());
+  Settings settings;
+  settings.deadline_s = deadline_s;
+  settings.join_deadline_s = join_deadline_s;
+  settings.check_signals = check_signals;
+  const nb::gil_scoped_release released;
+  new (group) Group(address, rank, world, nonce, settings);
+}
+
+// The array owns the buffer, so the memory lives as long as the tensor that is made of it.
+Bytes make_buffer(Group& group, uint64_t bytes) {
+  std::shared_ptr<Buffer> buffer;
+  {
+    const nb::gil_scoped_release released;
+    buffer = group.buffer(bytes);
+  }
+  auto* owner = new std::shared_ptr<Buffer>(buffer);
+  const nb::capsule capsule(owner, [](void* pointer) noexcept { delete static_cast<std::shared_ptr<Buffer>*>(pointer); });
+  return Bytes(buffer->data(), {bytes}, capsule);
+}
+
+Call reduce_call(uintptr_t data, uint64_t count, int dtype, int op, const std::string& label) {
+  return {.kind = Kind::all_reduce, .output = at(data), .count = count, .dtype = DataType(dtype), .op = ReduceOp(op),
+          .label = label};
+}
+
+Call schedule_call(Call call, const Rows& rows) {
+  call.kind = Kind::schedule;
+  call.program = reinterpret_cast<const Row*>(rows.data());
+  call.rows = rows.shape(0);
+  return call;
+}
+
+void run_schedule(Group& group, uintptr_t data, uint64_t count, int dtype, int op, const Rows& rows,
+                  const std::string& label) {
+  const nb::gil_scoped_release released;
+  group.run(schedule_call(reduce_call(data, count, dtype, op, label), rows));
+}
+
+void bind_group(nb::module_& m) {
+  nb::class_<Handle>(m, "Handle")
+      .def("wait", &Handle::wait, "seconds"_a = -1.0, ReleaseGil())
+      .def("done", &Handle::done);
+
+  nb::class_<Group>(m, "Group")
+      .def("__init__", &make_group, "address"_a, "rank"_a, "world"_a, "nonce"_a, "deadline_s"_a, "join_deadline_s"_a)
+      .def("buffer", &make_buffer, "bytes"_a)
+      .def("reaches", [](const Group& group, uintptr_t data, uint64_t bytes) { return group.reaches(at(data), bytes); },
+           "data"_a, "bytes"_a)
+      .def("barrier", &Group::barrier, ReleaseGil())
+      .def("all_reduce", [](Group& group, uintptr_t data, uint64_t count, int dtype, int op, const std::string& label) {
+             group.run(reduce_call(data, count, dtype, op, label));
+           }, "data"_a, "count"_a, "dtype"_a, "op"_a, "label"_a = "", ReleaseGil())
+      .def("run_schedule", &run_schedule, "data"_a, "count"_a, "dtype"_a, "op"_a, "rows"_a, "label"_a = "")
+      .def("submit", [](Group& group, uintptr_t data, uint64_t count, int dtype, int op, const std::string& label) {
+             return group.submit(reduce_call(data, count, dtype, op, label));
+           }, "data"_a, "count"_a, "dtype"_a, "op"_a, "label"_a = "", ReleaseGil())
+      .def("submit_schedule", [](Group& group, uintptr_t data, uint64_t count, int dtype, int op, const Rows& rows,
+                                 const std::string& label) {
+             return group.submit(schedule_call(reduce_call(data, count, dtype, op, label), rows));
+           }, "data"_a, "count"_a, "dtype"_a, "op"_a, "rows"_a, "label"_a = "")
+      .def("reduce_scatter", [](Group& group, uintptr_t input, uintptr_t output, uint64_t count, int dtype, int op,
+                                const std::string& label) {
+             group.reduce_scatter(at(input), at(output), count, DataType(dtype), ReduceOp(op), label);
+           }, "input"_a, "output"_a, "count"_a, "dtype"_a, "op"_a, "label"_a = "", ReleaseGil())
+      .def("all_gather", [](Group& group, uintptr_t input, uintptr_t output, uint64_t count, int dtype) {
+             group.all_gather(at(input), at(output), count, DataType(dtype));
+           }, "input"_a, "output"_a, "count"_a, "dtype"_a, ReleaseGil())
+      .def("broadcast", [](Group& group, uintptr_t data, uint64_t count, int dtype, int root) {
+             group.broadcast(at(data), count, DataType(dtype), root);
+           }, "data"_a, "count"_a, "dtype"_a, "root"_a, ReleaseGil())
+      .def("all_to_all", [](Group& group, uintptr_t input, uintptr_t output, uint64_t count, int dtype) {
+             group.all_to_all(at(input), at(output), count, DataType(dtype));
+           }, "input"_a, "output"_a, "count"_a, "dtype"_a, ReleaseGil())
+      .def("send", [](Group& group, uintptr_t data, uint64_t bytes, int to) { return group.send(at(data), bytes, to); },
+           "data"_a, "bytes"_a, "to"_a, ReleaseGil())
+      .def("receive", [](Group& group, uintptr_t data, uint64_t bytes, int source) {
+             return group.receive(at(data), bytes, source);
+           }, "data"_a, "bytes"_a, "source"_a, ReleaseGil())
+      .def("wait_sent", &Group::wait_sent, "to"_a, "number"_a, "deadline_s"_a, ReleaseGil())
+      .def("wait_received", &Group::wait_received, "source"_a, "number"_a, "deadline_s"_a, ReleaseGil())
+      .def("unsynchronized_all_reduce", [](Group& group, uintptr_t data, uint64_t count, int dtype, int op) {
+             group.unsynchronized_all_reduce(at(data), count, DataType(dtype), ReduceOp(op));
+           }, "data"_a, "count"_a, "dtype"_a, "op"_a, ReleaseGil())
+      .def("suspect", &Group::suspect)
+      .def("close", &Group::close, "drain"_a = true, ReleaseGil());
+}
+
+}  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "The native core of syncline.";
+  m.doc() = "The native core of syncline.";
+  nb::register_exception_translator(translate);
 
-    m.def("build_info", [] {
-        const auto info = syncline::build_info();
-        nb::dict result;
-        result["compiler"] = info.compiler;
-        result["cpp_standard"] = info.cpp_standard;
-        result["simd"] = info.simd;
-        return result;
-    }, nb::sig("def build_info() -> dict[str, str]"));
+  m.def("build_info", [] {
+    const auto info = build_info();
+    nb::dict result;
+    result["compiler"] = info.compiler;
+    result["cpp_standard"] = info.cpp_standard;
+    result["simd"] = info.simd;
+    return result;
+  }, nb::sig("def build_info() -> dict[str, str]"));
+
+  bind_group(m);
 }

@@ -1,4 +1,60 @@
-"""What native/bindings.cc offers. The module is absent when no C++ compiler was there at install."""
+"""What native/bindings.cc offers. The module is absent when no C++ compiler was there at install.
+
+Pointers are integers (`tensor.data_ptr()`), dtypes and ops the codes of `syncline.fabric.shm`. The caller keeps the
+memory alive until the call, or its handle, is done.
+"""
+
+import numpy as np
+import numpy.typing as npt
 
 def build_info() -> dict[str, str]:
     """Return the "compiler", the "cpp_standard", and as "simd" the widest level that this processor has."""
+
+class Handle:
+    """A call that was submitted."""
+
+    def wait(self, seconds: float = -1.0) -> bool:
+        """True when it is done, False when that many seconds passed first; negative means no limit."""
+
+    def done(self) -> bool: ...
+
+class Group:
+    """One rank of a group that shares memory."""
+
+    def __init__(
+        self, address: str, rank: int, world: int, nonce: bytes, deadline_s: float, join_deadline_s: float
+    ) -> None: ...
+    def buffer(self, bytes: int) -> npt.NDArray[np.uint8]:
+        """Zeroed memory that peers can reach; it lives as long as the array."""
+
+    def reaches(self, data: int, bytes: int) -> bool:
+        """Whether peers can reach that memory."""
+
+    def barrier(self) -> None: ...
+    def all_reduce(self, data: int, count: int, dtype: int, op: int, label: str = "") -> None: ...
+    def run_schedule(
+        self, data: int, count: int, dtype: int, op: int, rows: npt.NDArray[np.int64], label: str = ""
+    ) -> None: ...
+    def submit(self, data: int, count: int, dtype: int, op: int, label: str = "") -> Handle: ...
+    def submit_schedule(
+        self, data: int, count: int, dtype: int, op: int, rows: npt.NDArray[np.int64], label: str = ""
+    ) -> Handle: ...
+    def reduce_scatter(self, input: int, output: int, count: int, dtype: int, op: int, label: str = "") -> None: ...
+    def all_gather(self, input: int, output: int, count: int, dtype: int) -> None: ...
+    def broadcast(self, data: int, count: int, dtype: int, root: int) -> None: ...
+    def all_to_all(self, input: int, output: int, count: int, dtype: int) -> None: ...
+    def send(self, data: int, bytes: int, to: int) -> int:
+        """Start a message; returns its number."""
+
+    def receive(self, data: int, bytes: int, source: int) -> int:
+        """Expect a message; returns its number."""
+
+    def wait_sent(self, to: int, number: int, deadline_s: float) -> None: ...
+    def wait_received(self, source: int, number: int, deadline_s: float) -> None: ...
+    def unsynchronized_all_reduce(self, data: int, count: int, dtype: int, op: int) -> None:
+        """The reads and writes of an all-reduce without any waiting: the limit of the machine, for benchmarks."""
+
+    def suspect(self) -> int:
+        """The rank that the running call waits for, or -1."""
+
+    def close(self, drain: bool = True) -> None: ...

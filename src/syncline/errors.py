@@ -1,14 +1,18 @@
 """Everything Syncline raises, split by what the caller can do about it.
 
 SynclineError
-  ConfigError        the request is impossible; nothing was sent
-    UnknownName      a name that is not in the table; the nearest ones are offered
-  FabricError        a peer or a link failed; the step was discarded
-    PeerLost         a rank died or left
-    PeerStalled      a rank is alive as far as we know, but did not arrive before the deadline
-    Desync           ranks called different things
-  ScheduleError      a collective's schedule breaks one of its invariants
-  RankFailed         `run` was asked to run a function and it failed on some rank
+  ConfigError          the request is impossible; nothing was sent
+    UnknownName        a name that is not in the table; the nearest ones are offered
+  FabricError          a peer or a link failed; the step was discarded
+    PeerLost           a rank died or left
+    PeerStalled        a rank is alive as far as we know, but did not arrive before the deadline
+    PeerAborted        a rank gave up for a reason of its own: it was interrupted, or closed the fabric
+    Desync             ranks called different things; nothing was sent
+    JoinFailed         the ranks could not form a group
+    FabricClosed       the fabric was closed, or belongs to the process that this one was forked from
+  OutOfSharedMemory    there is no memory for a shared buffer; nothing else changed
+  ScheduleError        a collective's schedule breaks one of its invariants
+  RankFailed           `run` was asked to run a function and it failed on some rank
 """
 
 from __future__ import annotations
@@ -60,8 +64,24 @@ class PeerStalled(PeerError):
     """A rank did not arrive before the deadline."""
 
 
+class PeerAborted(PeerError):
+    """A rank gave up for a reason of its own."""
+
+
 class Desync(FabricError):
     """Ranks called different things."""
+
+
+class JoinFailed(FabricError):
+    """The ranks could not form a group."""
+
+
+class FabricClosed(FabricError):
+    """The fabric was closed, or belongs to another process."""
+
+
+class OutOfSharedMemory(SynclineError, MemoryError):
+    """There is no memory for a shared buffer."""
 
 
 class ScheduleError(SynclineError):

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from syncline.bench.algorithms import Measured, compare_algorithms
-from syncline.errors import ConfigError
+from syncline.bench.collectives import MPIS, Results, compare
+from syncline.bench.contenders import CONTENDERS, present
+from syncline.errors import ConfigError, UnknownName
 from syncline.units import format_bytes, format_seconds, parse_bytes
 
 app = typer.Typer(
@@ -19,6 +23,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     help="Measure on this machine, against peers in the same run. Without a subcommand: everything.",
 )
+SIZES = "1KB,16KB,256KB,1MB,4MB,25MB,100MB"
+JSON = typer.Option("--json", help="Print the figures for programs.")
 
 
 @app.callback()
@@ -26,6 +32,7 @@ def everything(context: typer.Context) -> None:
     """Run all benchmarks when none is named."""
     if context.invoked_subcommand is None:
         algorithms()
+        collectives()
 
 
 @app.command()
@@ -33,7 +40,7 @@ def algorithms(
     ranks: Annotated[int, typer.Option(help="How many processes.")] = 4,
     size: Annotated[str, typer.Option(help="The buffer, as `25MB`.")] = "25MB",
     repeats: Annotated[int, typer.Option(help="Calls of each, of which the median is taken.")] = 15,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures for programs.")] = False,
+    as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Our algorithms against the engine's own all-reduce, over Gloo on this machine.
 
@@ -43,7 +50,8 @@ def algorithms(
         raise ConfigError(f"--ranks {ranks} --repeats {repeats}: there must be two ranks and one repeat at least")
     nbytes = parse_bytes(size)
     console = Console(highlight=False)
-    with console.status(f"{ranks} processes take turns with {format_bytes(nbytes)}", spinner="dots"):
+    status = Console(stderr=True).status(f"{ranks} processes take turns with {format_bytes(nbytes)}", spinner="dots")
+    with status:
         measured = compare_algorithms(ranks, nbytes, repeats)
     if as_json:
         print(json.dumps({"ranks": ranks, "bytes": nbytes, "measured": [asdict(one) for one in measured]}))
@@ -60,3 +68,67 @@ def table_of(measured: list[Measured], title: str) -> Table:
     for one in sorted(measured, key=lambda one: one.median_s):
         table.add_row(one.name, format_seconds(one.median_s), format_seconds(one.fastest_s), f"{one.ratio:.2f}")
     return table
+
+
+@app.command()
+def collectives(
+    ranks: Annotated[str, typer.Option(help="Numbers of processes.")] = "2,4,8",
+    sizes: Annotated[str, typer.Option(help="Buffers.")] = SIZES,
+    repeats: Annotated[int, typer.Option(help="Repeats of each, of which the median is taken.")] = 7,
+    contenders: Annotated[str, typer.Option(help=f"Of {', '.join(CONTENDERS)}; all that are here if empty.")] = "",
+    html: Annotated[Path, typer.Option(metavar="FILE", help="Where the plot goes.")] = Path("bench-collectives.html"),
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Shared memory against Gloo, Open MPI and MPICH, and against the machine's limit.
+
+    `syncline bench collectives --ranks 2 --sizes 1KB,25MB`
+    """
+    names = [name.strip() for name in contenders.split(",")] if contenders else present()
+    for name in names:
+        if name not in CONTENDERS:
+            raise UnknownName("contender", name, CONTENDERS)
+    worlds = [int(number) for number in ranks.split(",")]
+    console = Console(highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=len(names) * len(worlds))
+
+        def tell(what: str) -> None:
+            begun = progress.tasks[0].description != "starting"
+            progress.update(task, description=what, advance=1 if begun else 0)
+
+        results = compare(names, worlds, [parse_bytes(size) for size in sizes.split(",")], repeats, tell)
+    if as_json:
+        print(json.dumps(results.as_data()))
+        return
+    for world in results.worlds():
+        console.print(results_table(results, world))
+    from syncline.bench.plot import write_plot
+
+    write_plot(results, html)
+    console.print(f"plot: {html}")
+
+
+def results_table(results: Results, ranks: int) -> Table:
+    """One world: the time of every contender, and how ours compares."""
+    names = results.contenders()
+    table = Table(title=f"all-reduce over {ranks} ranks", title_justify="left")
+    table.add_column("size")
+    for heading in [*names, "× gloo", "× better MPI", "of the limit"]:
+        table.add_column(heading, justify="right")
+    for nbytes in results.sizes():
+        times = [results.seconds(name, ranks, nbytes) for name in names]
+        limit = results.times_faster(["limit"], ranks, nbytes)
+        table.add_row(
+            format_bytes(nbytes),
+            *("-" if seconds is None else format_seconds(seconds) for seconds in times),
+            ratio(results.times_faster(["gloo"], ranks, nbytes)),
+            ratio(results.times_faster(MPIS, ranks, nbytes)),
+            "-" if limit is None else f"{100 * limit:.0f} %",
+        )
+    return table
+
+
+def ratio(value: float | None) -> str:
+    """`12.3`"""
+    return "-" if value is None else f"{value:.1f}"

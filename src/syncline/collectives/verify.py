@@ -88,6 +88,10 @@ def note_owners(schedule: Schedule, number: int, transfers: Round, state: State,
         if t.op != "add":
             continue
         complete = np.all(state[t.dst, t.lo : t.hi] > 0, axis=1)
+        if complete.any() and not complete.all():
+            fail(
+                schedule, number, t, "completes some of its chunks and leaves others, so it cannot be finished at once"
+            )
         for chunk in range(t.lo, t.hi):
             if complete[chunk - t.lo] and owners.setdefault(chunk, t.dst) != t.dst:
                 fail(schedule, number, t, f"completes chunk {chunk}, which rank {owners[chunk]} completes too")

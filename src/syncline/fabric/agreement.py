@@ -17,13 +17,13 @@ from syncline.collectives.program import compile_program
 from syncline.errors import Desync
 
 if TYPE_CHECKING:
-    from syncline.fabric.base import Fabric
+    from syncline.fabric.messages import MessageFabric
 
 HEADER_BYTES = 192
 AT_ONCE = 16  # ranks up to which everyone tells everyone; beyond, the word is passed on
 
 
-def compare_calls(fabric: Fabric, call: str, until: float) -> None:
+def compare_calls(fabric: MessageFabric, call: str, until: float) -> None:
     """Raise `Desync` on every rank unless all of them say the same."""
     world, rank = fabric.world, fabric.rank
     mine = encode(call)

@@ -1,37 +1,40 @@
-"""What every fabric offers, and the collectives that need no more of it than sending and receiving.
+"""What every fabric offers.
 
-A fabric implements `post` (messages in flight together) and `close`; everything else follows. Every collective
-starts with an agreement: ranks compare what they are about to do, and if they differ all of them raise `Desync`
-before a byte of data has moved. The fabric stays usable after that. After a lost or stalled peer it does not: the
-same error is raised again by every later call.
+A call is checked here and then carried out by the fabric: with messages along a schedule (`messages.py`), or in memory
+that all ranks share (`shm.py`). Every collective starts with an agreement: ranks compare what they are about to do, and
+if they differ all of them raise `Desync` before any data has moved. After that the fabric is still usable. After a lost
+or stalled peer it is not: every later call raises the same error again.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from time import monotonic
 from types import TracebackType
-from typing import ClassVar, Self
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from syncline.collectives.all_gather import all_gather
-from syncline.collectives.all_to_all import all_to_all
-from syncline.collectives.broadcast import broadcast
-from syncline.collectives.execute import OPS, Op, Pending, Reduction, Scratch, View, accumulator, execute
+from syncline.collectives.execute import OPS, Op, Pending
 from syncline.collectives.flat import Algorithm
-from syncline.collectives.program import compile_program
-from syncline.collectives.reduce_scatter import reduce_scatter
-from syncline.collectives.registry import algorithm, cheapest, schedule_of
-from syncline.collectives.schedule import Hosts, Schedule, boundaries
-from syncline.errors import ConfigError, FabricError, UnknownName
-from syncline.fabric.agreement import compare_calls
+from syncline.collectives.registry import algorithm, cheapest
+from syncline.collectives.schedule import Hosts
+from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.deadlines import Deadlines
 from syncline.specs import text_of
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+
+
+class Handle(Protocol):
+    """A collective that was started and may still be under way."""
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Return when it is done; raise what it raised, or `FabricError` when it takes longer than the deadline."""
+
+    def done(self) -> bool:
+        """Whether it is over, one way or another."""
 
 
 class Fabric(ABC):
@@ -49,21 +52,6 @@ class Fabric(ABC):
         self.hosts = hosts
         self.deadlines = deadlines
         self.device = torch.device("cpu")
-        self.during = "nothing"
-        self.scratch = Scratch()
-        self.calls = 0
-        self.broken: FabricError | None = None
-
-    @abstractmethod
-    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
-        """Start messages that are in flight together. Between two ranks they match in the order of posting."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what this rank holds. Safe to call twice."""
-
-    def enter_round(self, number: int) -> None:  # noqa: B027 - most fabrics need not know
-        """Told before the messages of a round are posted."""
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A zeroed flat tensor, in memory that peers can reach where there is such a thing."""
@@ -71,54 +59,46 @@ class Fabric(ABC):
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Start sending; the tensor may be changed again after `wait`."""
-        return self.post([(flat_view(tensor), to)], [])
+        return self.post([(flat_view(tensor), self._peer(to))], [])
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """Start receiving a tensor of the same size and dtype; it may be read after `wait`."""
-        return self.post([], [(flat_view(tensor), source)])
+        return self.post([], [(flat_view(tensor), self._peer(source))])
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", collective: str | Algorithm = "auto") -> Tensor:
         """Replace `tensor` on every rank by the sum, mean or maximum over ranks; the same bits everywhere.
 
-        `collective` is an algorithm (`"ring"`, `"tree:arity=4"`, `Ring()`), `"engine"` for the engine's own where
-        there is an engine, or `"auto"`. Integers are divided towards zero by `op="mean"`.
+        `collective` is an algorithm (`"ring"`, `"tree:arity=4"`, `Ring()`), `"engine"` for the engine's own where there
+        is an engine, or `"auto"`. Integers are divided towards zero by `op="mean"`.
         """
         self._check(tensor, op)
-        text = self._collective(collective, tensor.numel() * tensor.element_size())
-        self._agree("all_reduce", op, tensor, text)
-        if text == "engine":
-            self._engine_all_reduce(tensor, op)
-            return tensor
-        with accumulator(tensor) as flat:
-            self._run(schedule_of(text, self.world, self.hosts), flat, op, tensor.dtype)
+        self._all_reduce(tensor, op, self._collective(collective, tensor))
         return tensor
+
+    def all_reduce_async(self, tensor: Tensor, op: Op = "sum", collective: str | Algorithm = "auto") -> Handle:
+        """Start an all-reduce and return at once. Calls take effect in the order in which they were made.
+
+        The tensor belongs to the call until `wait` has returned.
+        """
+        self._check(tensor, op)
+        return self._all_reduce_async(tensor, op, self._collective(collective, tensor))
 
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """This rank's slice of the flat sum, mean or maximum: ceil(n / W) elements, fewer at the end."""
         self._check(tensor, op)
-        self._agree("reduce_scatter", op, tensor)
-        with accumulator(tensor.clone()) as flat:
-            self._run(reduce_scatter(self.world), flat, op, tensor.dtype, grain=1)
-            bounds = boundaries(flat.numel(), self.world)
-            return flat[bounds[self.rank] : bounds[self.rank + 1]].to(tensor.dtype, copy=True)
+        return self._reduce_scatter(tensor, op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Everyone's tensor, stacked in order of rank."""
         self._check(tensor)
-        self._agree("all_gather", "copy", tensor)
-        gathered = tensor.new_empty(self.world, *tensor.shape)
-        gathered[self.rank] = tensor.detach()
-        self._run(all_gather(self.world), gathered.view(-1), "sum", tensor.dtype, grain=1)
-        return gathered
+        return self._all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Replace `tensor` on every rank by that of `root`."""
         self._check(tensor)
-        if root not in range(self.world):
-            raise ConfigError(f"root={root} is not a rank of this world; ranks are 0..{self.world - 1}")
-        self._agree("broadcast", f"from {root}", tensor)
+        self._peer(root)
         flat = tensor.detach().contiguous().view(-1)
-        self._run(broadcast(self.world, root), flat, "sum", tensor.dtype)
+        self._broadcast(flat, root)
         if not tensor.is_contiguous():
             tensor.detach().copy_(flat.view(tensor.shape))
         return tensor
@@ -131,27 +111,7 @@ class Fabric(ABC):
                 f"{tensor.numel()} elements do not divide into {self.world} equal parts; "
                 f"pad to {-(-tensor.numel() // self.world) * self.world}"
             )
-        self._agree("all_to_all", "copy", tensor)
-        part = tensor.numel() // self.world
-        given = tensor.detach().contiguous().view(-1)
-        taken = torch.empty_like(given)
-        own = slice(self.rank * part, (self.rank + 1) * part)
-        taken[own] = given[own]
-
-        def source(lo: int, hi: int) -> Tensor:
-            return given[lo - self.rank * self.world * part : hi - self.rank * self.world * part]
-
-        def target(lo: int, hi: int) -> Tensor:
-            sender, within = lo // (self.world * part), lo % part
-            return taken[sender * part + within : sender * part + within + hi - lo]
-
-        reduction = Reduction("sum", self.rank, self.world, tensor.dtype)
-        self._execute(all_to_all(self.world), self.world * given.numel(), source, target, reduction, grain=1)
-        return taken.view(tensor.shape)
-
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self._agree("barrier")
+        return self._all_to_all(tensor.detach().contiguous().view(-1)).view(tensor.shape)
 
     def __enter__(self) -> Self:
         return self
@@ -161,30 +121,59 @@ class Fabric(ABC):
     ) -> None:
         self.close()
 
-    # What a fabric may do better or differently.
+    # What a fabric does its own way.
 
-    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """Hand the tensor to the engine under this fabric."""
-        raise ConfigError(f'collective="engine" needs an engine; the {self.name} fabric has none: use "auto"')
+    @abstractmethod
+    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
+        """Start messages that are in flight together. Between two ranks they match in the order of posting."""
 
-    # How the collectives above are run.
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
 
-    def _collective(self, collective: str | Algorithm, nbytes: int) -> str:
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what this rank holds. Safe to call twice."""
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None: ...
+
+    @abstractmethod
+    def _all_reduce_async(self, tensor: Tensor, op: Op, collective: str) -> Handle: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, tensor: Tensor, op: Op) -> Tensor: ...
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _broadcast(self, flat: Tensor, root: int) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, flat: Tensor) -> Tensor: ...
+
+    def _auto(self, nbytes: int) -> str:
+        """The algorithm for `"auto"`."""
+        return cheapest(nbytes, self.world, self.hosts, self.latency_s, self.bytes_per_s)
+
+    # What is checked before anything is sent.
+
+    def _collective(self, collective: str | Algorithm, tensor: Tensor) -> str:
         """The text that names the algorithm, the same on all ranks that asked for the same."""
         if not isinstance(collective, str):
             return text_of(collective.name, collective)
-        if collective == "auto":
-            return cheapest(nbytes, self.world, self.hosts, self.latency_s, self.bytes_per_s)
+        if collective == "auto" or (collective == "engine" and self.world == 1):
+            return self._auto(tensor.numel() * tensor.element_size())
         if collective != "engine":
             algorithm(collective)
         return collective
 
     def _check(self, tensor: Tensor, op: str = "sum") -> None:
-        """Refuse what cannot be sent."""
         if op not in OPS:
             raise UnknownName("op", op, OPS)
         if tensor.dtype not in DTYPES:
-            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            known = ", ".join(name_of(dtype) for dtype in DTYPES)
             raise ConfigError(f"{tensor.dtype} cannot be sent; use one of {known}")
         if tensor.is_sparse or tensor.device.type != self.device.type:
             raise ConfigError(
@@ -192,39 +181,21 @@ class Fabric(ABC):
                 f"takes dense tensors on {self.device.type}"
             )
 
-    def _agree(self, call: str, how: str = "", tensor: Tensor | None = None, collective: str = "") -> None:
-        """Compare with all ranks what is about to be done."""
-        if self.broken is not None:
-            raise self.broken
-        self.calls += 1
-        self.during = describe(call, how, tensor, collective)
-        if self.world > 1:
-            compare_calls(self, f"{self.during}, call {self.calls}", monotonic() + self.deadlines.operation)
-
-    def _run(self, schedule: Schedule, flat: Tensor, op: Op, wire: torch.dtype, grain: int = 0) -> None:
-        """Run a schedule in place on one flat buffer."""
-
-        def view(lo: int, hi: int) -> Tensor:
-            return flat[lo:hi]
-
-        self._execute(schedule, flat.numel(), view, view, Reduction(op, self.rank, self.world, wire), grain)
-
-    def _execute(
-        self, schedule: Schedule, numel: int, source: View, target: View, reduction: Reduction, grain: int = 0
-    ) -> None:
-        """Run this rank's program of a schedule."""
-        itemsize = reduction.wire.itemsize
-        segment = max(self.segment_bytes // itemsize, 1)
-        grain = grain or self.grain_bytes // itemsize
-        program = compile_program(schedule, self.rank, numel, segment, grain)
-        until = monotonic() + self.deadlines.operation
-        execute(program, self, source, target, reduction, until, self.enter_round)
+    def _peer(self, rank: int) -> int:
+        if rank not in range(self.world):
+            raise ConfigError(f"{rank} is not a rank of this world; ranks are 0..{self.world - 1}")
+        return rank
 
 
-def describe(call: str, how: str, tensor: Tensor | None, collective: str) -> str:
-    """A call as text: `all_reduce(sum, float32[1000003], ring)`."""
-    what = "" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.numel()}]"
+def describe(call: str, how: str = "", tensor: Tensor | None = None, collective: str = "") -> str:
+    """A call as text: `all_reduce(sum, float32[1000003], ring)`. It is what ranks compare and what errors print."""
+    what = "" if tensor is None else f"{name_of(tensor.dtype)}[{tensor.numel()}]"
     return f"{call}({', '.join(filter(None, (how, what, collective)))})"
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """`float32`"""
+    return str(dtype).removeprefix("torch.")
 
 
 def flat_view(tensor: Tensor) -> Tensor:

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from syncline.collectives.schedule import Hosts, hosts_of_sizes
 from syncline.errors import ConfigError, Desync, PeerError
-from syncline.fabric.base import Fabric
 from syncline.fabric.blame import Kind, culprit, peer_error
 from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.messages import MessageFabric
 
 
 class ScriptedDeath(Exception):
@@ -153,7 +153,7 @@ class ThreadGroup:
                 self.wake[0].wait(0.05)
 
 
-class ThreadsFabric(Fabric):
+class ThreadsFabric(MessageFabric):
     """One rank of a group of threads."""
 
     name: ClassVar[str] = "threads"
@@ -188,6 +188,7 @@ class ThreadsFabric(Fabric):
 
     def close(self) -> None:
         self.group.leave(self.rank)
+        super().close()
 
 
 class ThreadsPending:

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from syncline.collectives.execute import HALVES, Op, divided
 from syncline.errors import ConfigError, FabricError
-from syncline.fabric.base import Fabric
 from syncline.fabric.blame import Kind
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
+from syncline.fabric.messages import MessageFabric
 
 
-class TorchFabric(Fabric):
+class TorchFabric(MessageFabric):
     """One rank of a torch.distributed process group."""
 
     name: ClassVar[str] = "torch"
@@ -101,6 +101,7 @@ class TorchFabric(Fabric):
         return self.broken
 
     def close(self) -> None:
+        super().close()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -10,30 +11,42 @@ import torch
 import torch.distributed as dist
 
 from syncline.current import use_in_process
+from syncline.errors import ConfigError, JoinFailed, OutOfSharedMemory, UnknownName
 from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.shm import MOST_RANKS, Meeting, ShmFabric, missing
 from syncline.fabric.threads import Threads
 from syncline.fabric.torch import TorchFabric
 
 if TYPE_CHECKING:
     from syncline.fabric.base import Fabric
 
+log = logging.getLogger(__name__)
+FABRICS = ("auto", "shm", "torch")
 
-def init(backend: str = "auto", deadlines: Deadlines | None = None) -> Fabric:
+
+def init(backend: str = "auto", fabric: str = "auto", deadlines: Deadlines | None = None) -> Fabric:
     """Join the group and make its fabric the current one.
 
     A process group that exists already is used as it is. Otherwise, under torchrun, one is made: NCCL where there is
     CUDA, Gloo elsewhere, or `backend`. Outside torchrun it is a world of one, and everything still works.
+
+    CPU ranks that all share a host talk through shared memory, and through the process group where that cannot be;
+    `fabric="shm"` makes that an error, `fabric="torch"` does not try.
     """
+    if fabric not in FABRICS:
+        raise UnknownName("fabric", fabric, FABRICS)
     deadlines = deadlines or Deadlines()
-    fabric: Fabric
+    joined: Fabric
     if dist.is_available() and dist.is_initialized():
-        fabric = TorchFabric(deadlines=deadlines)
+        joined = TorchFabric(deadlines=deadlines)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        fabric = join_torchrun(backend, deadlines)
+        joined = join_torchrun(backend, deadlines)
     else:
-        fabric = Threads(deadlines=deadlines).group(1).fabric(0)
-    use_in_process(fabric)
-    return fabric
+        joined = Threads(deadlines=deadlines).group(1).fabric(0)
+    if isinstance(joined, TorchFabric) and fabric != "torch":
+        joined = share_memory(joined, required=fabric == "shm")
+    use_in_process(joined)
+    return joined
 
 
 def join_torchrun(backend: str, deadlines: Deadlines) -> TorchFabric:
@@ -44,3 +57,51 @@ def join_torchrun(backend: str, deadlines: Deadlines) -> TorchFabric:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend, timeout=timedelta(seconds=deadlines.join))
     return TorchFabric(deadlines=deadlines, owns_group=True)
+
+
+def share_memory(group: TorchFabric, required: bool = False) -> Fabric:
+    """A shared-memory fabric over the ranks of a process group, or the group itself where there cannot be one.
+
+    What each rank can do may differ, so every decision is made by all ranks together.
+    """
+    reason = why_not(group)
+    if not anyone(group, bool(reason)):
+        shared, reason = try_to_meet(group)
+        if not anyone(group, shared is None) and shared is not None:
+            return shared
+        if shared is not None:
+            shared.engine = None
+            shared.close()
+    reason = reason or "another rank cannot"
+    if required:
+        raise ConfigError(f'fabric="shm" is not possible here: {reason}; use fabric="auto" to fall back to torch')
+    log.info("ranks talk through torch.distributed and not through shared memory: %s", reason)
+    return group
+
+
+def why_not(group: TorchFabric) -> str:
+    """Why these ranks should not even try; empty if they should."""
+    if group.device.type != "cpu":
+        return f"tensors are on {group.device.type}"
+    if len(group.hosts) > 1:
+        return f"ranks are on {len(group.hosts)} hosts"
+    if group.world > MOST_RANKS:
+        return f"{group.world} ranks are more than {MOST_RANKS}"
+    return missing()
+
+
+def try_to_meet(group: TorchFabric) -> tuple[ShmFabric | None, str]:
+    """Meet where rank 0 says. That the memory is really shared is proven by reading each other's headers."""
+    nonce = torch.tensor(list(Meeting().nonce), dtype=torch.int32)
+    group.broadcast(nonce)
+    meeting = Meeting(bytes(nonce.tolist()))
+    try:
+        return ShmFabric(meeting, group.rank, group.world, group.deadlines, engine=group), ""
+    except (JoinFailed, OutOfSharedMemory) as error:
+        return None, str(error)
+
+
+def anyone(group: TorchFabric, mine: bool) -> bool:
+    """Whether it is true on any rank."""
+    vote = torch.tensor([int(mine)], dtype=torch.int32, device=group.device)
+    return bool(group.all_reduce(vote, op="max", collective="direct").item())

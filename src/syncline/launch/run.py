@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.shm import MOST_RANKS, missing
 from syncline.fabric.threads import Threads
 from syncline.launch.processes import run_processes
+from syncline.launch.shm import ShmProcesses
 from syncline.launch.threads import run_threads
 from syncline.launch.torch import TorchProcesses
 
@@ -17,24 +19,27 @@ if TYPE_CHECKING:
     from syncline.fabric.base import Fabric
 
 T = TypeVar("T")
-Setup = Threads | TorchProcesses
-SETUPS: dict[str, type[Setup]] = {"threads": Threads, "torch": TorchProcesses}
+Setup = Threads | TorchProcesses | ShmProcesses
+SETUPS: dict[str, type[Setup]] = {"threads": Threads, "torch": TorchProcesses, "shm": ShmProcesses}
 
 
 def run(
     fn: Callable[[Fabric], T],
     ranks: int = 4,
-    fabric: str | Setup = "torch",
+    fabric: str | Setup = "auto",
     deadlines: Deadlines | None = None,
 ) -> list[T]:
     """Call `fn(fabric)` on every rank and return the results in order of rank.
 
-    `fabric` is `"threads"` (all ranks in this process) or `"torch"` (a process each, over Gloo), or such a setup with
-    settings: `Threads(faults=[...])`. Inside `fn` that fabric is the current one. When a rank fails the others are
-    stopped, and `RankFailed` is raised with the traceback of the rank that failed first.
+    `fabric` is `"shm"` (a process each, through shared memory: the default where the native module was built),
+    `"torch"` (a process each, over Gloo), `"threads"` (all ranks in this process), or such a setup with settings:
+    `Threads(faults=[...])`. Inside `fn` that fabric is the current one. When a rank fails the others are stopped, and
+    `RankFailed` is raised with the traceback of the rank that failed first.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} is less than 1; try ranks=2")
+    if fabric == "auto":
+        fabric = "torch" if missing() or ranks > MOST_RANKS else "shm"
     setup = setup_of(fabric, deadlines)
     if isinstance(setup, Threads):
         return run_threads(fn, setup.group(ranks))
@@ -45,7 +50,7 @@ def setup_of(fabric: str | Setup, deadlines: Deadlines | None) -> Setup:
     """The setup that was named or given, with these deadlines if there are any."""
     if isinstance(fabric, str):
         if fabric not in SETUPS:
-            raise UnknownName("fabric", fabric, SETUPS)
+            raise UnknownName("fabric", fabric, ["auto", *SETUPS])
         fabric = SETUPS[fabric]()
     settings: dict[str, Any] = {"deadlines": deadlines} if deadlines else {}
     return dataclasses.replace(fabric, **settings)

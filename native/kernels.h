@@ -1,0 +1,37 @@
+// Element-wise arithmetic over the buffers of several ranks.
+//
+// Every element is folded from the left, in the order of `inputs`, with no contraction and no
+// reassociation, so its value depends neither on its position nor on the width of the vectors.
+// 16-bit floats are added in float32 and rounded once, to nearest even.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "types.h"
+
+namespace syncline {
+
+// out[i] = inputs[0][i] op inputs[1][i] op ...; mean divides the sum by num_inputs (integers truncate).
+// `out` may be one of the inputs, but must not overlap any of them otherwise. Maximum keeps NaN.
+void fold(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp);
+
+// data[i] = data[i] / divisor.
+void divide(void* data, size_t count, DataType, int divisor);
+
+// float32 <-> float16 or bfloat16.
+void widen(float* out, const void* in, size_t count, DataType);
+void narrow(void* out, const float* in, size_t count, DataType);
+
+// One set of kernels, compiled for one instruction set.
+struct KernelTable {
+  void (*fold)(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp, int divisor);
+  void (*divide)(void* data, size_t count, DataType, int divisor);
+  void (*widen)(float* out, const void* in, size_t count, DataType);
+  void (*narrow)(void* out, const float* in, size_t count, DataType);
+};
+
+// The sets that this processor can run, the best one last; the first is portable. For tests.
+const KernelTable* const* kernel_tables(int* num_tables);
+
+}  // namespace syncline

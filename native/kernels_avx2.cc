@@ -1,0 +1,2 @@
+#define SYNCLINE_KERNELS avx2
+#include "kernels_body.h"

@@ -1,0 +1,2 @@
+#define SYNCLINE_KERNELS avx512
+#include "kernels_body.h"

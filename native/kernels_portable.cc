@@ -1,0 +1,2 @@
+#define SYNCLINE_KERNELS portable
+#include "kernels_body.h"

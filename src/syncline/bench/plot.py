@@ -1,0 +1,56 @@
+"""The results as a page to look at: time and bandwidth by size, for every contender and world."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from syncline.bench.collectives import Results
+from syncline.units import format_bytes
+
+COLOURS = {
+    "syncline": "#15803d",
+    "syncline private": "#86c79a",
+    "gloo": "#b45309",
+    "open mpi": "#0369a1",
+    "mpich": "#7e22ce",
+    "limit": "#9ca3af",
+}
+
+
+def write_plot(results: Results, path: Path) -> None:
+    """One file that needs nothing else."""
+    worlds, sizes = results.worlds(), results.sizes()
+    titles = [f"{ranks} ranks: {what}" for what in ("time", "bandwidth") for ranks in worlds]
+    figure = make_subplots(rows=2, cols=len(worlds), subplot_titles=titles, vertical_spacing=0.12)
+    for column, ranks in enumerate(worlds, start=1):
+        for name in results.contenders():
+            seconds = [results.seconds(name, ranks, size) for size in sizes]
+            times = [None if s is None else s * 1e6 for s in seconds]
+            rates = [None if s is None else size / s / 1e9 for s, size in zip(seconds, sizes, strict=True)]
+            style = {"color": COLOURS[name], "dash": "dot" if name == "limit" else "solid"}
+            for row, values in ((1, times), (2, rates)):
+                figure.add_trace(
+                    go.Scatter(
+                        x=sizes,
+                        y=values,
+                        name=name,
+                        legendgroup=name,
+                        showlegend=row == 1 and column == 1,
+                        line=style,
+                        mode="lines+markers",
+                    ),
+                    row=row,
+                    col=column,
+                )
+    ticks = {"type": "log", "tickvals": sizes, "ticktext": [format_bytes(size) for size in sizes], "tickangle": -45}
+    figure.update_xaxes(**ticks)
+    figure.update_yaxes(type="log", row=1)
+    figure.update_yaxes(title_text="µs a call", row=1, col=1)
+    figure.update_yaxes(title_text="GB/s", row=2, col=1)
+    figure.update_layout(
+        title="All-reduce on one machine (float32, medians)", template="plotly_white", height=800, hovermode="x unified"
+    )
+    figure.write_html(path, include_plotlyjs=True)

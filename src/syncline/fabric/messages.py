@@ -1,0 +1,141 @@
+"""Fabrics that move messages: every collective is a schedule, run by the executor over `post`."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from syncline.collectives.all_gather import all_gather
+from syncline.collectives.all_to_all import all_to_all
+from syncline.collectives.broadcast import broadcast
+from syncline.collectives.execute import Op, Reduction, Scratch, View, accumulator, execute
+from syncline.collectives.program import compile_program
+from syncline.collectives.reduce_scatter import reduce_scatter
+from syncline.collectives.registry import schedule_of
+from syncline.collectives.schedule import Hosts, Schedule, boundaries
+from syncline.errors import ConfigError, FabricError
+from syncline.fabric.agreement import compare_calls
+from syncline.fabric.base import Fabric, describe
+from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.worker import Worker, WorkerHandle
+
+
+class MessageFabric(Fabric):
+    """A fabric that needs no more than `post` and `close`."""
+
+    def __init__(self, rank: int, world: int, hosts: Hosts, deadlines: Deadlines) -> None:
+        super().__init__(rank, world, hosts, deadlines)
+        self.scratch = Scratch()
+        self.calls = 0
+        self.during = "nothing"
+        self.broken: FabricError | None = None
+        self.worker = Worker(f"rank {rank} communicates")
+
+    def enter_round(self, number: int) -> None:
+        """Told before the messages of a round are posted."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.worker.in_turn(lambda: self._agree(describe("barrier")))
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> None:
+        """Hand the tensor to the engine under this fabric."""
+        raise ConfigError(f'collective="engine" needs an engine; the {self.name} fabric has none: use "auto"')
+
+    def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None:
+        self.worker.in_turn(lambda: self._reduce_now(tensor, op, collective))
+
+    def _all_reduce_async(self, tensor: Tensor, op: Op, collective: str) -> WorkerHandle:
+        call = describe("all_reduce", op, tensor, collective)
+        return self.worker.submit(lambda: self._reduce_now(tensor, op, collective), call, self.deadlines.operation)
+
+    def _reduce_now(self, tensor: Tensor, op: Op, collective: str) -> None:
+        self._agree(describe("all_reduce", op, tensor, collective))
+        if collective == "engine":
+            self._engine_all_reduce(tensor, op)
+            return
+        with accumulator(tensor) as flat:
+            self._run(schedule_of(collective, self.world, self.hosts), flat, op, tensor.dtype)
+
+    def _reduce_scatter(self, tensor: Tensor, op: Op) -> Tensor:
+        def work() -> Tensor:
+            self._agree(describe("reduce_scatter", op, tensor))
+            with accumulator(tensor.clone()) as flat:
+                self._run(reduce_scatter(self.world), flat, op, tensor.dtype, grain=1)
+                bounds = boundaries(flat.numel(), self.world)
+                return flat[bounds[self.rank] : bounds[self.rank + 1]].to(tensor.dtype, copy=True)
+
+        return self.worker.in_turn(work)
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty(self.world, *tensor.shape)
+        gathered[self.rank] = tensor.detach()
+
+        def work() -> Tensor:
+            self._agree(describe("all_gather", "copy", tensor))
+            self._run(all_gather(self.world), gathered.view(-1), "sum", tensor.dtype, grain=1)
+            return gathered
+
+        return self.worker.in_turn(work)
+
+    def _broadcast(self, flat: Tensor, root: int) -> None:
+        def work() -> None:
+            self._agree(describe("broadcast", f"from {root}", flat))
+            self._run(broadcast(self.world, root), flat, "sum", flat.dtype)
+
+        self.worker.in_turn(work)
+
+    def _all_to_all(self, flat: Tensor) -> Tensor:
+        part = flat.numel() // self.world
+        taken = torch.empty_like(flat)
+        own = slice(self.rank * part, (self.rank + 1) * part)
+        taken[own] = flat[own]
+
+        def source(lo: int, hi: int) -> Tensor:
+            start = self.rank * self.world * part
+            return flat[lo - start : hi - start]
+
+        def target(lo: int, hi: int) -> Tensor:
+            sender, within = lo // (self.world * part), lo % part
+            return taken[sender * part + within : sender * part + within + hi - lo]
+
+        def work() -> Tensor:
+            self._agree(describe("all_to_all", "copy", flat))
+            reduction = Reduction("sum", self.rank, self.world, flat.dtype)
+            self._execute(all_to_all(self.world), self.world * flat.numel(), source, target, reduction, grain=1)
+            return taken
+
+        return self.worker.in_turn(work)
+
+    def _agree(self, call: str) -> None:
+        """Compare with all ranks what is about to be done."""
+        if self.broken is not None:
+            raise self.broken
+        self.calls += 1
+        self.during = call
+        if self.world > 1:
+            compare_calls(self, f"{call}, call {self.calls}", monotonic() + self.deadlines.operation)
+
+    def _run(self, schedule: Schedule, flat: Tensor, op: Op, wire: torch.dtype, grain: int = 0) -> None:
+        """Run a schedule in place on one flat buffer."""
+
+        def view(lo: int, hi: int) -> Tensor:
+            return flat[lo:hi]
+
+        self._execute(schedule, flat.numel(), view, view, Reduction(op, self.rank, self.world, wire), grain)
+
+    def _execute(
+        self, schedule: Schedule, numel: int, source: View, target: View, reduction: Reduction, grain: int = 0
+    ) -> None:
+        """Run this rank's program of a schedule."""
+        itemsize = reduction.wire.itemsize
+        segment = max(self.segment_bytes // itemsize, 1)
+        grain = grain or self.grain_bytes // itemsize
+        program = compile_program(schedule, self.rank, numel, segment, grain)
+        until = monotonic() + self.deadlines.operation
+        execute(program, self, source, target, reduction, until, self.enter_round)

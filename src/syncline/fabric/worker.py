@@ -1,0 +1,74 @@
+"""One thread that carries out calls in the order in which they were made.
+
+It is started by the first asynchronous call. A synchronous call is carried out by its caller, unless calls are still
+queued: then it waits for its turn behind them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TypeVar
+
+from syncline.errors import FabricError
+
+T = TypeVar("T")
+
+
+class Worker:
+    """Carries out calls in turn."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.lock = threading.RLock()
+        self.pool: ThreadPoolExecutor | None = None
+        self.last: Future[object] | None = None
+
+    def submit(self, work: Callable[[], object], call: str, deadline_s: float) -> WorkerHandle:
+        """Queue a call."""
+        with self.lock:
+            if self.pool is None:
+                self.pool = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+            self.last = self.pool.submit(work)
+            return WorkerHandle(self.last, call, deadline_s)
+
+    def in_turn(self, work: Callable[[], T]) -> T:
+        """Carry out a call after those that are queued."""
+        with self.lock:
+            if self.pool is None or self.last is None or self.last.done():
+                return work()
+            future = self.pool.submit(work)
+            self.last = future  # type: ignore[assignment]
+        return future.result()
+
+    def close(self) -> None:
+        """Let the thread end; calls that have not begun are dropped."""
+        with self.lock:
+            if self.pool is not None:
+                self.pool.shutdown(wait=True, cancel_futures=True)
+            self.pool = None
+
+
+class WorkerHandle:
+    """A queued call."""
+
+    def __init__(self, future: Future[object], call: str, deadline_s: float) -> None:
+        self.future = future
+        self.call = call
+        self.deadline_s = deadline_s
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Return when it is done; raise what it raised."""
+        try:
+            self.future.result(deadline_s)
+        except FutureTimeout:
+            raise FabricError(
+                f"{self.call} is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
+                f"{self.deadline_s} s late"
+            ) from None
+
+    def done(self) -> bool:
+        """Whether it is over, one way or another."""
+        return self.future.done()
