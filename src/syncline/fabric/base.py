@@ -24,6 +24,7 @@ from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.deadlines import Deadlines
 from syncline.specs import text_of
 
+MOST_NAME_BYTES = 100  # of an algorithm with its settings; ranks compare it in full
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 
@@ -43,7 +44,7 @@ class Fabric(ABC):
     name: ClassVar[str]
     latency_s: ClassVar[float] = 150e-6  # of one message: what `auto` assumes
     bytes_per_s: ClassVar[float] = 1e9  # of one link: what `auto` assumes
-    segment_bytes: ClassVar[int] = 2 << 20  # larger has fewer messages, smaller overlaps better
+    segment_bytes: ClassVar[int] = 4 << 20  # larger has fewer messages, smaller overlaps better
     grain_bytes: ClassVar[int] = 4096  # chunks are cut at multiples of it; small buffers have fewer chunks
 
     def __init__(self, rank: int, world: int, hosts: Hosts, deadlines: Deadlines) -> None:
@@ -160,14 +161,16 @@ class Fabric(ABC):
     # What is checked before anything is sent.
 
     def _collective(self, collective: str | Algorithm, tensor: Tensor) -> str:
-        """The text that names the algorithm, the same on all ranks that asked for the same."""
-        if not isinstance(collective, str):
-            return text_of(collective.name, collective)
+        """The text that names the algorithm, the same on all ranks that asked for the same in whatever words."""
         if collective == "auto" or (collective == "engine" and self.world == 1):
-            return self._auto(tensor.numel() * tensor.element_size())
-        if collective != "engine":
-            algorithm(collective)
-        return collective
+            return self._auto(tensor.nbytes)
+        if collective == "engine":
+            return "engine"
+        chosen = algorithm(collective) if isinstance(collective, str) else collective
+        text = text_of(chosen.name, chosen)
+        if len(text.encode()) > MOST_NAME_BYTES:
+            raise ConfigError(f"{text[:40]}... has more than {MOST_NAME_BYTES} bytes, too many for ranks to compare")
+        return text
 
     def _check(self, tensor: Tensor, op: str = "sum") -> None:
         if op not in OPS:

@@ -15,7 +15,7 @@ from syncline.collectives.program import compile_program
 from syncline.collectives.reduce_scatter import reduce_scatter
 from syncline.collectives.registry import schedule_of
 from syncline.collectives.schedule import Hosts, Schedule, boundaries
-from syncline.errors import ConfigError, FabricError
+from syncline.errors import ConfigError, FabricClosed, FabricError
 from syncline.fabric.agreement import compare_calls
 from syncline.fabric.base import Fabric, describe
 from syncline.fabric.deadlines import Deadlines
@@ -42,6 +42,7 @@ class MessageFabric(Fabric):
 
     def close(self) -> None:
         self.worker.close()
+        self.broken = FabricClosed("the fabric is closed; make a new one")
 
     def _engine_all_reduce(self, tensor: Tensor, op: Op) -> None:
         """Hand the tensor to the engine under this fabric."""

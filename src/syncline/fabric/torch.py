@@ -36,7 +36,7 @@ class TorchFabric(MessageFabric):
         if not dist.is_initialized():
             raise ConfigError("there is no process group; call syncline.init() or dist.init_process_group() first")
         chosen = group if group is not None else dist.group.WORLD
-        if chosen is None or chosen.rank() < 0:
+        if not isinstance(chosen, dist.ProcessGroup) or chosen.rank() < 0:
             raise ConfigError("this rank is not a member of the process group; make the fabric on its members")
         rank, world = chosen.rank(), chosen.size()
         super().__init__(rank, world, ((rank,),), deadlines or Deadlines())
@@ -70,20 +70,30 @@ class TorchFabric(MessageFabric):
         return list(zip(works, (peer for _, _, peer in messages), strict=False))
 
     def _engine_all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """The engine's sum and our division; 16-bit types are widened, so that sums are fp32 here too."""
-        wide = tensor.detach().to(torch.float32 if tensor.dtype in HALVES else tensor.dtype)
-        wide = wide.contiguous()
+        """The engine's sum and our division; 16-bit types are widened, so that sums are fp32 here too.
+
+        Gloo's maximum passes over NaN, which is no number to pass over: where NaN is goes along as a second maximum.
+        """
+        wide = tensor.detach().to(torch.float32 if tensor.dtype in HALVES else tensor.dtype).contiguous()
+        undefined = wide.isnan().to(torch.int32) if op == "max" and wide.is_floating_point() else None
+        self._engine_call(wide, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        result = divided(wide, self.world) if op == "mean" else wide
+        if undefined is not None:
+            self._engine_call(undefined, dist.ReduceOp.MAX)
+            result.masked_fill_(undefined.bool(), float("nan"))
+        if result.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(result)
+
+    def _engine_call(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """One all-reduce of the engine's own, with our deadline."""
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        options.reduceOp = dist.ReduceOp(op)
         options.timeout = timedelta(seconds=self.deadlines.operation)
         started = time.monotonic()
         try:
-            self.group.allreduce([wide], options).wait()
+            self.group.allreduce([tensor], options).wait()
         except RuntimeError as error:
             raise self.failed(None, error, started) from error
-        result = divided(wide, self.world) if op == "mean" else wide
-        if result.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(result)
 
     def _meet(self) -> tuple[tuple[int, ...], ...]:
         """Learn which ranks share a host; the first messages of the group, so with the deadline for joining."""
@@ -103,6 +113,8 @@ class TorchFabric(MessageFabric):
     def close(self) -> None:
         super().close()
         if self.owns_group and dist.is_initialized():
+            # Torch ends the group's threads when the last reference goes, and must not find that one at exit.
+            del self.group, self.inquest
             dist.destroy_process_group()
         self.owns_group = False
 
