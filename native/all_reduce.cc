@@ -1,6 +1,5 @@
 // All-reduce: every element has one owner, who folds it in rank order and hands it to all.
 #include <algorithm>
-#include <cstring>
 
 #include "collectives.h"
 #include "kernels.h"
@@ -36,7 +35,7 @@ void fold_slots(const Reduction& it) {
 
 void copy_to_slot(const Reduction& it) {
   it.mesh.enter(Phase::copy_in);
-  std::memcpy(it.mesh.base(it.rank) + it.mesh.layout().slot(it.engine.agreement.sequence()), it.data, it.bytes());
+  copy_bytes(it.mesh.base(it.rank) + it.mesh.layout().slot(it.engine.agreement.sequence()), it.data, it.bytes());
 }
 
 void fold_in_place(const Reduction& it) {
@@ -59,8 +58,8 @@ struct StagedPiece {
   void copy_in() const {
     std::byte* staged = it.engine.staging.open_input(number);
     const Range own = slice(it.rank);
-    std::memcpy(staged, data({0, 0}), own.first * it.element);
-    std::memcpy(staged + own.last * it.element, data(own) + own.size() * it.element,
+    copy_bytes(staged, data({0, 0}), own.first * it.element);
+    copy_bytes(staged + own.last * it.element, data(own) + own.size() * it.element,
                 (range.size() - own.last) * it.element);
     it.engine.staging.close_input(number);
   }
@@ -74,7 +73,7 @@ struct StagedPiece {
     inputs[it.rank] = data(own);
     it.fold_into(data(own), inputs, own.size());
     it.mesh.enter(Phase::writing);
-    std::memcpy(staging.result(it.rank, number), data(own), own.size() * it.element);
+    copy_bytes(staging.result(it.rank, number), data(own), own.size() * it.element);
     staging.close_output(number);
   }
 
@@ -83,7 +82,7 @@ struct StagedPiece {
       const int owner = (it.rank + step) % it.world;
       const Range theirs = slice(owner);
       it.engine.staging.wait_output(owner, number);
-      std::memcpy(data(theirs), it.engine.staging.result(owner, number), theirs.size() * it.element);
+      copy_bytes(data(theirs), it.engine.staging.result(owner, number), theirs.size() * it.element);
     }
   }
 };
@@ -132,7 +131,7 @@ void fold_slice(Engine& engine, const Call& call, std::byte* const* buffers) {
     it.fold_into(mine, inputs, count);
     it.mesh.enter(Phase::writing);
     for (int rank = 0; rank < it.world; ++rank)
-      if (rank != it.rank) std::memcpy(buffers[rank] + first * it.element, mine, count * it.element);
+      if (rank != it.rank) copy_bytes(buffers[rank] + first * it.element, mine, count * it.element);
   }
 }
 

@@ -1,6 +1,5 @@
 // The collectives in which every rank only reads what others give: one shape, four meanings.
 #include <algorithm>
-#include <cstring>
 
 #include "collectives.h"
 #include "kernels.h"
@@ -51,7 +50,7 @@ void stage_gift(Engine& engine, const Gift& gift, uint64_t number, Range range, 
   std::byte* staged = engine.staging.open_input(number);
   const uint64_t bytes = range.size() * gift.element;
   for (int b = 0; gives && b < gift.blocks; ++b)
-    std::memcpy(staged + b * bytes, gift.data + (uint64_t(b) * gift.count + range.first) * gift.element, bytes);
+    copy_bytes(staged + b * bytes, gift.data + (uint64_t(b) * gift.count + range.first) * gift.element, bytes);
   engine.staging.close_input(number);
 }
 
@@ -86,9 +85,8 @@ void exchange(Engine& engine, const Call& call, const Gift& gift, bool gives, co
   const uint64_t offset = small ? private_memory : gives ? engine.offset_of(gift.data, gift.bytes()) : 0;
   if (small && gives) {
     engine.mesh.enter(Phase::copy_in);
-    if (gift.bytes() > 0)
-      std::memcpy(engine.mesh.base(engine.mesh.rank()) + engine.mesh.layout().slot(engine.agreement.sequence()),
-                  gift.data, gift.bytes());
+    copy_bytes(engine.mesh.base(engine.mesh.rank()) + engine.mesh.layout().slot(engine.agreement.sequence()),
+           gift.data, gift.bytes());
   }
   engine.agreement.announce(call, offset);
   engine.agreement.reach(call);
@@ -99,9 +97,10 @@ void exchange(Engine& engine, const Call& call, const Gift& gift, bool gives, co
 
 const std::byte* bytes_at(const void* pointer) { return static_cast<const std::byte*>(pointer); }
 
-// Moves rather than copies: in place, a rank's own block already lies where it belongs.
+// In place, a rank's own block already lies where it belongs.
 void place(void* output, uint64_t element_index, size_t element, const std::byte* source, uint64_t count) {
-  if (count > 0) std::memmove(static_cast<std::byte*>(output) + element_index * element, source, count * element);
+  std::byte* target = static_cast<std::byte*>(output) + element_index * element;
+  if (target != source) copy_bytes(target, source, count * element);
 }
 
 }  // namespace

@@ -32,13 +32,15 @@ void execute(Engine& engine, const Call& call) {
 }  // namespace
 
 Group::Group(const std::string& address, int rank, int world, const Nonce& nonce, const Settings& settings)
-    : rank_(rank),
-      world_(world),
+    : Group(join(address, rank, world, nonce, settings), settings) {}
+
+Group::Group(Membership membership, const Settings& settings)
+    : rank_(membership.rank),
+      world_(membership.world),
+      arena_(membership.arena),
       check_signals_(settings.check_signals),
-      engine_(std::make_unique<Engine>(join(address, rank, world, nonce, settings), settings)),
-      queue_([this](const Call& call, bool in_worker) { perform(call, in_worker); }) {
-  arena_ = engine_->mesh.shared_arena();
-}
+      engine_(std::make_unique<Engine>(std::move(membership), settings)),
+      queue_([this](const Call& call, bool in_worker) { perform(call, in_worker); }) {}
 
 Group::~Group() { close(false); }
 

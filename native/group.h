@@ -28,11 +28,13 @@
 namespace syncline {
 
 struct Engine;
+struct Membership;
 
 class Group {
  public:
   // Throws JoinError. `address` is a path, or an abstract name that starts with '@'; not used in a world of one.
   Group(const std::string& address, int rank, int world, const Nonce& nonce, const Settings& settings = {});
+  Group(Membership, const Settings& settings);
   Group(const Group&) = delete;
   ~Group();  // close(false)
 

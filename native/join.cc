@@ -276,4 +276,18 @@ Membership join(const std::string& address, int rank, int world, const Nonce& no
   return membership;
 }
 
+std::vector<Membership> join_threads(int world, const Settings& settings) {
+  check_request(0, world, settings);
+  std::vector<Membership> all(world);
+  for (int rank = 0; rank < world; ++rank) {
+    all[rank].rank = rank;
+    all[rank].world = world;
+    all[rank].arena = make_arena(settings, rank, world, Nonce{});
+    all[rank].lifelines.resize(world);
+  }
+  for (Membership& membership : all)
+    for (const Membership& peer : all) membership.peers.push_back(Mapping::borrow(peer.arena->mapping()));
+  return all;
+}
+
 }  // namespace syncline

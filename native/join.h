@@ -12,6 +12,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "layout.h"
 #include "mesh.h"
@@ -21,5 +22,9 @@ namespace syncline {
 
 // `address` is a path, or a name in the abstract namespace if it starts with '@'. Throws JoinError.
 Membership join(const std::string& address, int rank, int world, const Nonce& nonce, const Settings&);
+
+// All ranks of a world as threads of this process, at the same addresses, so that a thread sanitizer sees both
+// sides of every access. All arenas must outlive all groups.
+std::vector<Membership> join_threads(int world, const Settings&);
 
 }  // namespace syncline

@@ -52,5 +52,6 @@ void fold(void* out, const void* const* inputs, int num_inputs, size_t count, Da
 void divide(void* data, size_t count, DataType dtype, int divisor) { best().divide(data, count, dtype, divisor); }
 void widen(float* out, const void* in, size_t count, DataType dtype) { best().widen(out, in, count, dtype); }
 void narrow(void* out, const float* in, size_t count, DataType dtype) { best().narrow(out, in, count, dtype); }
+void copy_bytes(void* out, const void* in, size_t bytes) { best().copy(out, in, bytes); }
 
 }  // namespace syncline

@@ -23,12 +23,16 @@ void divide(void* data, size_t count, DataType, int divisor);
 void widen(float* out, const void* in, size_t count, DataType);
 void narrow(void* out, const float* in, size_t count, DataType);
 
+// Bytes that do not overlap; null pointers are fine if there are none.
+void copy_bytes(void* out, const void* in, size_t bytes);
+
 // One set of kernels, compiled for one instruction set.
 struct KernelTable {
   void (*fold)(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp, int divisor);
   void (*divide)(void* data, size_t count, DataType, int divisor);
   void (*widen)(float* out, const void* in, size_t count, DataType);
   void (*narrow)(void* out, const float* in, size_t count, DataType);
+  void (*copy)(void* out, const void* in, size_t bytes);
 };
 
 // The sets that this processor can run, the best one last; the first is portable. For tests.

@@ -239,10 +239,19 @@ void narrow(void* out, const float* in, size_t count, DataType dtype) {
   dtype == DataType::float16 ? narrow_all<Float16>(halves, in, count) : narrow_all<Bfloat16>(halves, in, count);
 }
 
+// A plain loop. The C library would use `rep movsb` for these lengths, which on some processors is several times
+// slower for unlucky pairs of addresses.
+void copy_bytes(void* out, const void* in, size_t bytes) {
+  auto* to = static_cast<uint8_t*>(out);
+  const auto* from = static_cast<const uint8_t*>(in);
+#pragma GCC ivdep
+  for (size_t i = 0; i < bytes; ++i) to[i] = from[i];
+}
+
 }  // namespace
 
 extern const KernelTable table;
-const KernelTable table = {fold, divide, widen, narrow};
+const KernelTable table = {fold, divide, widen, narrow, copy_bytes};
 
 }  // namespace SYNCLINE_KERNELS
 }  // namespace syncline

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -63,14 +62,14 @@ class Run {
     mesh_.enter(Phase::copy_in);
     work_ = scratch(bytes);
     if (is_half(call_.dtype)) return widen(reinterpret_cast<float*>(work_), call_.output, call_.count, call_.dtype);
-    if (bytes > 0) std::memcpy(work_, call_.output, bytes);
+    copy_bytes(work_, call_.output, bytes);
   }
 
   void leave_work_buffer() const {
     if (in_place()) return;
     if (is_half(call_.dtype))
       return narrow(call_.output, reinterpret_cast<const float*>(work_), call_.count, call_.dtype);
-    if (call_.count > 0) std::memcpy(call_.output, work_, call_.count * element_);
+    copy_bytes(call_.output, work_, call_.count * element_);
   }
 
   std::byte* scratch(uint64_t bytes) {
@@ -109,7 +108,7 @@ class Run {
 
   void pull_copy(int peer, int64_t lo, int64_t hi) {
     mesh_.enter(Phase::writing);
-    if (hi > lo && peer != mesh_.rank()) std::memcpy(at(mesh_.rank(), lo), at(peer, lo), uint64_t(hi - lo) * element_);
+    if (hi > lo && peer != mesh_.rank()) copy_bytes(at(mesh_.rank(), lo), at(peer, lo), uint64_t(hi - lo) * element_);
   }
 
   void fold_ranks(int64_t lo, int64_t hi, uint64_t mask) {

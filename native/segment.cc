@@ -81,17 +81,26 @@ Mapping::Mapping(int file, uint64_t bytes) {
   madvise(address, bytes, MADV_HUGEPAGE);
 }
 
+Mapping Mapping::borrow(const Mapping& lender) {
+  Mapping mapping;
+  mapping.data_ = lender.data_;
+  mapping.bytes_ = lender.bytes_;
+  mapping.borrowed_ = true;
+  return mapping;
+}
+
 Mapping::Mapping(Mapping&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)), borrowed_(other.borrowed_) {}
 
 Mapping& Mapping::operator=(Mapping&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
+  std::swap(borrowed_, other.borrowed_);
   return *this;
 }
 
 Mapping::~Mapping() {
-  if (data_) munmap(data_, bytes_);
+  if (data_ && !borrowed_) munmap(data_, bytes_);
 }
 
 Arena::Arena(uint64_t wished_bytes, uint64_t reserved_bytes) : file_(memory_file()) {

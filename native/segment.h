@@ -21,6 +21,7 @@ class Mapping {
  public:
   Mapping() = default;
   Mapping(int file, uint64_t bytes);  // throws std::runtime_error
+  static Mapping borrow(const Mapping&);  // the same memory, which the lender must keep
   Mapping(Mapping&&) noexcept;
   Mapping& operator=(Mapping&&) noexcept;
   ~Mapping();
@@ -31,6 +32,7 @@ class Mapping {
  private:
   std::byte* data_ = nullptr;
   uint64_t bytes_ = 0;
+  bool borrowed_ = false;
 };
 
 class Arena {
@@ -43,6 +45,7 @@ class Arena {
   uint64_t allocate(uint64_t bytes, uint64_t alignment = 4096);
   void release(uint64_t offset);
 
+  const Mapping& mapping() const { return mapping_; }
   int file() const { return file_.get(); }
   uint64_t bytes() const { return mapping_.bytes(); }
   std::byte* data() const { return mapping_.data(); }

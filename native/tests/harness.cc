@@ -1,5 +1,7 @@
 #include "harness.h"
 
+#include "join.h"
+
 #include <dirent.h>
 #include <signal.h>
 #include <sys/wait.h>
@@ -54,14 +56,16 @@ bool succeeds(const std::function<void()>& body, const char* who, int rank) {
 }  // namespace
 
 void run_threads(int world, const RankBody& body, const Settings& settings) {
-  const Place place = Place::fresh();
+  std::vector<Membership> memberships = join_threads(world, settings);
+  std::vector<std::shared_ptr<Arena>> arenas;  // alive until all threads are done
+  for (const Membership& membership : memberships) arenas.push_back(membership.arena);
   std::atomic<int> failures{0};
   std::vector<std::thread> threads;
   for (int rank = 0; rank < world; ++rank) {
     threads.emplace_back([&, rank] {
       const bool good = succeeds(
           [&] {
-            Group group(place.address, rank, world, place.nonce, settings);
+            Group group(std::move(memberships[rank]), settings);
             body(group);
             group.close();
           },

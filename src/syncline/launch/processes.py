@@ -63,17 +63,23 @@ def run_processes(fn: Callable[[Fabric], T], world: int, setup: Setup) -> list[T
 
 def context_for(fn: Callable[..., Any]) -> BaseContext:
     """The fork server where the function can be sent there, a plain fork elsewhere."""
-    main = sys.modules["__main__"]
-    in_notebook = getattr(fn, "__module__", None) == "__main__" and not hasattr(main, "__file__")
-    try:
-        pickle.dumps(fn)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        in_notebook = True
-    if in_notebook:
+    if not can_be_sent(fn):
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "syncline.launch"])
     return context
+
+
+def can_be_sent(fn: Callable[..., Any]) -> bool:
+    """Whether a new process can find the function: not if it is local, or in a program that no file holds."""
+    program = getattr(sys.modules["__main__"], "__file__", None)
+    try:
+        pickled = pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    if program is None:
+        return b"__main__" not in pickled
+    return os.path.exists(program)
 
 
 @dataclass
