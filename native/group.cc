@@ -66,6 +66,10 @@ void Group::perform(const Call& call, bool in_worker) {
     if (!is_message(call.kind)) engine_->agreement.prepare();
     mesh.enter(in_worker ? Phase::worker : Phase::before);
     execute(*engine_, call);
+  } catch (const Desync&) {
+    // Some ranks had already staged their first piece for this operation; all give that number up.
+    engine_->staging.skip();
+    throw;
   } catch (const FabricError&) {
     throw;
   } catch (const std::exception& error) {

@@ -18,6 +18,14 @@ class Staging {
   uint64_t next() const { return next_; }  // number of the first piece of the next operation
   void advance(uint64_t pieces) { next_ += pieces; }
 
+  // Gives up the next piece, which some ranks may have filled for an operation that never took place: if its number
+  // were used again, peers would take the old content for the new. All ranks must do this.
+  void skip() {
+    close_input(next_);
+    close_output(next_);
+    ++next_;
+  }
+
   // Waits until the own buffer of this piece may be filled.
   std::byte* open_input(uint64_t piece) {
     if (piece >= 2) mesh_.wait_for_all(&Control::staged_out, piece - 1);

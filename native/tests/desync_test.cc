@@ -83,3 +83,22 @@ TEST(impossible_calls_are_refused_without_breaking_the_group) {
     CHECK(value == 2);
   });
 }
+
+// A large private all_reduce stages its first piece before it knows that all agree; what comes next must not read it.
+TEST(what_was_staged_for_a_refused_call_is_never_read) {
+  run_ranks(2, [](Group& group) {
+    for (int turn = 0; turn < 20; ++turn) {
+      std::vector<float> large(300'000 + group.rank(), 7);
+      bool refused = false;
+      try {
+        group.all_reduce(large.data(), large.size(), DataType::float32, ReduceOp::sum);
+      } catch (const Desync&) {
+        refused = true;
+      }
+      CHECK(refused);
+      std::vector<float> given(60'000, float(group.rank() + 1)), gathered(120'000);
+      group.all_gather(given.data(), gathered.data(), given.size(), DataType::float32);
+      for (size_t k = 0; k < gathered.size(); ++k) CHECK(gathered[k] == float(k / given.size() + 1));
+    }
+  });
+}
