@@ -124,15 +124,21 @@ int Group::suspect() const {
 }
 
 void Group::close(bool drain) {
-  if (!birthplace_.here()) queue_.abandon();
-  if (!drain && birthplace_.here()) {
+  if (!birthplace_.here()) {
+    // A lock that another thread held when the process was forked stays locked here for ever: take none.
+    queue_.abandon();
+    closed_.store(true);
+    engine_.reset();
+    return;
+  }
+  if (!drain) {
     interrupt("closed the group");
     queue_.cancel(std::make_exception_ptr(Aborted(rank_, "the group was closed before the operation began")));
   }
   queue_.stop();
   closed_.store(true);
   const std::lock_guard lock(ending_);
-  if (engine_ && birthplace_.here()) engine_->mesh.own().left.store(1);
+  if (engine_) engine_->mesh.own().left.store(1);
   engine_.reset();
 }
 

@@ -69,6 +69,7 @@ void Queue::cancel(std::exception_ptr why) {
 }
 
 void Queue::stop() {
+  if (abandoned_) return;
   std::unique_lock lock(mutex_);
   stopping_ = true;
   changed_.notify_all();
@@ -79,9 +80,7 @@ void Queue::stop() {
 }
 
 void Queue::abandon() {
-  stopping_ = true;
-  entries_.clear();
-  busy_ = false;
+  abandoned_ = true;
   (void)worker_.release();  // joining or detaching a thread that is not there is undefined
 }
 

@@ -27,7 +27,7 @@ class Queue {
 
   void cancel(std::exception_ptr why);  // completes what has not begun with this error
   void stop();                          // refuses new calls, waits for those accepted, ends the thread
-  void abandon();                       // in a forked child, where the thread does not exist
+  void abandon();                       // in a forked child, where the thread does not exist and locks may be held
 
  private:
   struct Entry {
@@ -45,6 +45,7 @@ class Queue {
   std::deque<Entry> entries_;
   bool busy_ = false;  // a call is running, here or in the worker
   bool stopping_ = false;
+  bool abandoned_ = false;
   std::unique_ptr<std::thread> worker_;
 };
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+import pytest
 
 from syncline.collectives.flat import FLAT
-from syncline.collectives.registry import ALGORITHMS
+from syncline.collectives.registry import ALGORITHMS, schedule_of
 from syncline.collectives.schedule import Hosts, Schedule, hosts_of_sizes
 from syncline.launch.run import SETUPS
 
@@ -27,6 +29,11 @@ COLLECTIVES = (*ALGORITHMS, *SETTINGS)
 FLAT_NAMES = tuple(FLAT)
 
 
+def one_now_others_slow(choices: Sequence) -> list:
+    """All choices for a test that takes seconds, of which `make test` tries the first only."""
+    return [choices[0], *(pytest.param(choice, marks=pytest.mark.slow) for choice in choices[1:])]
+
+
 def uneven_hosts(world: int) -> list[int]:
     """Sizes of hosts that hold `world` ranks: threes and what is left."""
     return [3] * (world // 3) + [world % 3] * bool(world % 3)
@@ -41,6 +48,12 @@ def placements(world: int) -> Iterator[Hosts]:
         yield hosts_of_sizes(uneven_hosts(world))
         yield hosts_of_sizes([1, world - 1])
         yield tuple(tuple(range(first, world, 2)) for first in range(2))
+
+
+def placed_schedules(name: str, world: int) -> list[Schedule]:
+    """The schedules of an algorithm in every placement, without those that are the same."""
+    schedules = [schedule_of(name, world, hosts) for hosts in placements(world)]
+    return list({schedule.rounds: schedule for schedule in schedules}.values())
 
 
 def with_rounds(schedule: Schedule, rounds: list[list]) -> Schedule:

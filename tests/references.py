@@ -36,8 +36,9 @@ def steps(world: int, length: int, dtype: torch.dtype) -> Tensor:
 def noise(rank: int, length: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Random signs and magnitudes, so that the order of additions shows in the last bits."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    magnitudes = torch.exp2(torch.rand(length, generator=generator, dtype=torch.float64) * 12 - 6)
-    return (torch.randn(length, generator=generator, dtype=torch.float64) * magnitudes).to(dtype)
+    exponents = torch.randint(-6, 7, (length,), generator=generator)
+    values = torch.rand(length, generator=generator, dtype=torch.float64) * 2 - 1
+    return torch.ldexp(values, exponents).to(dtype)  # exact operations: the same in every process
 
 
 def exact(op: str, inputs: Sequence[Tensor]) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import chain, count, islice, pairwise
 from math import ceil, log2
 
 import pytest
-from catalogue import COLLECTIVES, FLAT_NAMES, WORLDS, placements, with_rounds
+from catalogue import COLLECTIVES, FLAT_NAMES, WORLDS, placed_schedules, placements, with_rounds
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,7 +96,7 @@ def test_the_sizes_setting_places_ranks_as_hosts_would() -> None:
 
 @pytest.mark.parametrize("sizes", ["2+2", "2+x", "2+3+0", "-1+6", "+"])
 def test_sizes_that_do_not_hold_the_world_are_refused(sizes: str) -> None:
-    with pytest.raises(ConfigError, match="sizes|hosts"):
+    with pytest.raises(ConfigError, match=r"sizes|hosts"):
         Hierarchical(sizes=sizes).schedule(5)
 
 
@@ -201,11 +202,11 @@ def test_rounds_of_logarithmic_algorithms(world: int) -> None:
 @pytest.mark.parametrize("inner", ["ring", "direct", "halving-doubling", "tree", "double-tree"])
 @pytest.mark.parametrize("outer", FLAT_NAMES)
 def test_the_cost_of_hierarchies_of_equal_hosts_adds_up(inner: str, outer: str) -> None:
-    for local, count in [(1, 3), (2, 2), (3, 4), (4, 3), (8, 2)]:
-        hosts = hosts_of_sizes([local] * count)
+    for local, machines in [(1, 3), (2, 2), (3, 4), (4, 3), (8, 2)]:
+        hosts = hosts_of_sizes([local] * machines)
         both = Hierarchical(inner=inner, outer=outer)
-        formula = both.closed_form(local * count, hosts)
-        assert formula in (None, both.schedule(local * count, hosts).cost)
+        formula = both.closed_form(local * machines, hosts)
+        assert formula in (None, both.schedule(local * machines, hosts).cost)
         assert (formula is not None) or inner not in ("ring", "direct")
 
 
@@ -230,9 +231,9 @@ def test_auto_is_never_dearer_than_a_flat_candidate(world: int, nbytes: int) -> 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_both_ends_cut_alike(name: str) -> None:
     for world in (1, 2, 3, 5, 8, 13):
-        for hosts in placements(world):
-            for numel, segment, grain in [(0, 4, 1), (1, 4, 1), (world + 1, 1, 1), (1009, 7, 3), (100, 1000, 64)]:
-                verify_matching(schedule_of(name, world, hosts), numel, segment, grain)
+        for schedule in placed_schedules(name, world):
+            for numel, segment, grain in [(0, 4, 1), (1, 4, 1), (world + 1, 1, 1), (509, 7, 3), (100, 1000, 64)]:
+                verify_matching(schedule, numel, segment, grain)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
@@ -248,7 +249,7 @@ def test_both_ends_cut_alike_for_the_other_goals(world: int) -> None:
 
 def every_schedule(world: int) -> list[Schedule]:
     """All goals, over `world` ranks."""
-    reducing = [schedule_of(name, world, hosts) for name in ALGORITHMS for hosts in placements(world)]
+    reducing = [schedule for name in ALGORITHMS for schedule in placed_schedules(name, world)]
     others = [all_gather.all_gather(world), reduce_scatter.reduce_scatter(world), all_to_all.all_to_all(world)]
     return [*reducing, *others, *(broadcast.broadcast(world, root) for root in range(world))]
 
@@ -350,7 +351,7 @@ def test_two_dependent_rounds_at_once_are_refused(name: str, world: int) -> None
     for number in range(len(schedule.rounds) - 1):
         rounds = [list(transfers) for transfers in schedule.rounds]
         rounds[number : number + 2] = [rounds[number] + rounds[number + 1]]
-        with pytest.raises(ScheduleError, match="same round|overwrites"):
+        with pytest.raises(ScheduleError, match=r"same round|overwrites"):
             verify(with_rounds(schedule, rounds))
 
 
@@ -396,9 +397,8 @@ def test_sending_what_one_does_not_have_is_refused() -> None:
 
 def test_adding_to_what_was_never_written_is_refused() -> None:
     # Memory that holds nothing may hold anything: a result arrives there by copying only.
-    adds = tuple(Transfer(0, 1, chunk, chunk + 1, "add") for chunk in range(1))
     with pytest.raises(ScheduleError, match="nothing"):
-        verify(Schedule("adds", 2, 1, (adds,), goal="broadcast"))
+        verify(Schedule("adds", 2, 1, ((Transfer(0, 1, 0, 1, "add"),),), goal="broadcast"))
 
 
 def test_messages_that_do_not_match_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,14 +417,15 @@ def test_messages_that_do_not_match_are_refused(monkeypatch: pytest.MonkeyPatch)
 def test_runs_are_the_same_chunks_in_as_few_ranges_as_possible(chunks: set[int]) -> None:
     ranges = runs(sorted(chunks, reverse=True))
     assert [chunk for lo, hi in ranges for chunk in range(lo, hi)] == sorted(chunks)
-    assert all(end < start for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False))
+    assert all(end < start for (_, end), (start, _) in pairwise(ranges))
 
 
 @pytest.mark.parametrize("arity", [1, 2, 3, 8])
 def test_a_heap_has_every_rank_at_the_least_depth(arity: int) -> None:
+    levels = chain.from_iterable([depth] * arity**depth for depth in count())
+    filled = list(islice(levels, 40))
     for world in range(1, 40):
-        full = [depth for depth in range(world + 1) for _ in range(arity**depth)][:world]
-        assert depths(heap(world, arity)) == full[:world]
+        assert depths(heap(world, arity)) == filled[:world]
 
 
 @pytest.mark.parametrize("make", [lambda: Tree(arity=0), lambda: Tree(pieces=0), lambda: DoubleTree(pieces=-1)])

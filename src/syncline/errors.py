@@ -38,6 +38,10 @@ class UnknownName(ConfigError):
         hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
         self.near = near
+        self.told = (kind, name, names)
+
+    def __reduce__(self) -> tuple[type[UnknownName], tuple[str, str, list[str]]]:
+        return UnknownName, self.told
 
 
 class FabricError(SynclineError):
@@ -99,3 +103,6 @@ class RankFailed(SynclineError):
         super().__init__(message)
         self.failures = dict(failures)
         self.results = dict(results)
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, dict[int, BaseException], dict[int, object]]]:
+        return RankFailed, (str(self), self.failures, self.results)

@@ -65,7 +65,7 @@ def average(fabric: Fabric, own: str) -> dict[str, Outcome]:
     exact = torch.stack([gradient.double() for gradient in everyone]).mean(0)
     bucket = fabric.buffer(NUMEL)
     outcomes = {}
-    for name in [*ALGORITHMS, own]:
+    for name in 2 * [*ALGORITHMS, own]:  # the second time counts: the first one compiles the schedule
         bucket.copy_(everyone[fabric.rank])
         fabric.barrier()
         started = time.perf_counter()

@@ -36,6 +36,8 @@ class Hierarchical:
     def __post_init__(self) -> None:
         if self.name in (self.inner.partition(":")[0], self.outer.partition(":")[0]):
             raise ConfigError("hierarchical is made of two flat algorithms; give inner and outer one each")
+        flat(self.inner)
+        flat(self.outer)
 
     def schedule(self, world: int, hosts: Hosts = ()) -> Schedule:
         """Adding halves of the inner schedules, the outer one among owners, copying halves of the inner ones."""

@@ -3,7 +3,7 @@
 Every chunk of every rank holds, for each rank, how often that rank's contribution is in it. The run checks that
 
 - a transfer names ranks and chunks that exist, and nobody sends to itself
-- nobody sends a chunk it has nothing in
+- nobody sends a chunk it has nothing in, or adds to one
 - within a round no chunk that is read is changed, and none is changed in two ways
 - every chunk of a sum is completed by adding at one rank only, and copied everywhere else: the same bits
 - at the end every rank holds exactly what the goal says, each contribution exactly once
@@ -65,6 +65,8 @@ def check_transfer(schedule: Schedule, number: int, transfer: Transfer, state: S
         fail(schedule, number, transfer, "can only add or copy")
     if not state[transfer.src, transfer.lo : transfer.hi].any(axis=1).all():
         fail(schedule, number, transfer, "sends a chunk that holds nothing yet")
+    if transfer.op == "add" and not state[transfer.dst, transfer.lo : transfer.hi].any(axis=1).all():
+        fail(schedule, number, transfer, "adds to a chunk that holds nothing yet")
 
 
 def check_round(schedule: Schedule, number: int, transfers: Round) -> None:

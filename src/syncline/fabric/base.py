@@ -18,7 +18,7 @@ from torch import Tensor
 
 from syncline.collectives.execute import OPS, Op, Pending
 from syncline.collectives.flat import Algorithm
-from syncline.collectives.registry import algorithm, cheapest
+from syncline.collectives.registry import algorithm, cheapest, schedule_of
 from syncline.collectives.schedule import Hosts
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.deadlines import Deadlines
@@ -170,6 +170,7 @@ class Fabric(ABC):
         text = text_of(chosen.name, chosen)
         if len(text.encode()) > MOST_NAME_BYTES:
             raise ConfigError(f"{text[:40]}... has more than {MOST_NAME_BYTES} bytes, too many for ranks to compare")
+        schedule_of(text, self.world, self.hosts)  # what is impossible here is refused here
         return text
 
     def _check(self, tensor: Tensor, op: str = "sum") -> None:

@@ -90,12 +90,23 @@ class Threads:
         return ThreadGroup(world, hosts, self.faults, self.deadlines)
 
 
-@dataclass
+@dataclass(eq=False)
 class Message:
     """A tensor on its way; it is read when it is taken."""
 
     tensor: Tensor
-    taken: bool = False
+    done: bool = False  # taken by its receiver
+
+
+@dataclass(eq=False)
+class Expected:
+    """Where a message is to arrive."""
+
+    tensor: Tensor
+    source: int
+    number: int
+    done: bool = False  # arrived
+    problem: str = ""
 
 
 @dataclass
@@ -163,10 +174,11 @@ class ThreadsFabric(MessageFabric):
     def __init__(self, group: ThreadGroup, rank: int) -> None:
         super().__init__(rank, group.world, group.hosts, group.deadlines)
         self.group = group
+        self.expected: list[Expected] = []
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> ThreadsPending:
         sending: list[tuple[Message, int]] = []
-        receiving: list[tuple[Tensor, int, int]] = []
+        receiving: list[Expected] = []
         with self.group.lock:
             for tensor, to in sends:
                 channel = self.group.channels[self.rank, to]
@@ -177,9 +189,33 @@ class ThreadsFabric(MessageFabric):
                 self.group.wake[to].notify_all()
             for tensor, source in receives:
                 channel = self.group.channels[source, self.rank]
-                receiving.append((tensor, source, channel.expected))
+                receiving.append(Expected(tensor, source, channel.expected))
                 channel.expected += 1
+        self.expected += receiving
         return ThreadsPending(self, sending, receiving)
+
+    def take_what_has_come(self) -> None:
+        """Take every message that is there for a receive that was posted, whoever waits for what."""
+        for expected in [*self.expected]:
+            with self.group.lock:
+                message = self.group.channels[expected.source, self.rank].messages.pop(expected.number, None)
+            if message is not None:
+                self._take(expected, message)
+                self.expected.remove(expected)
+
+    def _take(self, expected: Expected, message: Message) -> None:
+        given, wanted = message.tensor, expected.tensor
+        if given.numel() == wanted.numel() and given.dtype == wanted.dtype:
+            wanted.copy_(given)
+        else:
+            expected.problem = (
+                f"rank {expected.source} sent {given.dtype}[{given.numel()}] to rank {self.rank}, "
+                f"which expected {wanted.dtype}[{wanted.numel()}]"
+            )
+        expected.done = True
+        with self.group.lock:
+            message.done = True
+            self.group.wake[expected.source].notify_all()
 
     def enter_round(self, number: int) -> None:
         for fault in self.group.faults:
@@ -194,46 +230,33 @@ class ThreadsFabric(MessageFabric):
 class ThreadsPending:
     """Messages between threads under way."""
 
-    def __init__(
-        self,
-        fabric: ThreadsFabric,
-        sending: list[tuple[Message, int]],
-        receiving: list[tuple[Tensor, int, int]],
-    ) -> None:
+    def __init__(self, fabric: ThreadsFabric, sending: list[tuple[Message, int]], receiving: list[Expected]) -> None:
         self.fabric = fabric
         self.sending = sending
         self.receiving = receiving
 
     def wait(self, deadline_s: float | None = None) -> None:
-        """Take what arrives, then see that all that was sent has been taken."""
+        """See that all has arrived, then that all that was sent has been taken."""
         until = time.monotonic() + (deadline_s or self.fabric.deadlines.operation)
-        while self.receiving:
-            tensor, source, number = self.receiving[0]
-            self._take(tensor, source, number, until)
-            self.receiving.pop(0)
-        while self.sending:
-            message, to = self.sending[0]
-            with self.fabric.group.lock:
-                while not message.taken:
-                    self._sleep(to, until)
-            self.sending.pop(0)
+        for expected in self.receiving:
+            self._wait(expected, expected.source, until)
+            if expected.problem:
+                raise Desync(expected.problem)
+        for message, to in self.sending:
+            self._wait(message, to, until)
 
-    def _take(self, tensor: Tensor, source: int, number: int, until: float) -> None:
-        group, rank = self.fabric.group, self.fabric.rank
-        channel = group.channels[source, rank]
-        with group.lock:
-            while number not in channel.messages:
-                self._sleep(source, until)
-            message = channel.messages.pop(number)
-        if message.tensor.numel() != tensor.numel() or message.tensor.dtype != tensor.dtype:
-            raise Desync(
-                f"rank {source} sent {message.tensor.dtype}[{message.tensor.numel()}] to rank {rank}, "
-                f"which expected {tensor.dtype}[{tensor.numel()}]"
-            )
-        tensor.copy_(message.tensor)
-        with group.lock:
-            message.taken = True
-            group.wake[source].notify_all()
+    def _wait(self, one: Message | Expected, peer: int, until: float) -> None:
+        """Wait for a peer, and meanwhile take what comes from any."""
+        group = self.fabric.group
+        while True:
+            self.fabric.take_what_has_come()
+            with group.lock:
+                if one.done:
+                    return
+                if not any(
+                    e.number in group.channels[e.source, self.fabric.rank].messages for e in self.fabric.expected
+                ):
+                    self._sleep(peer, until)
 
     def _sleep(self, peer: int, until: float) -> None:
         """Sleep until something changes; raise where it never will. The lock is held."""

@@ -1,0 +1,169 @@
+"""Importing is light, the public surface is exact, and the parts import only the parts they may."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import syncline
+
+SOURCE = Path(syncline.__file__).parent
+
+
+def in_fresh_interpreter(code: str) -> object:
+    """What `code` prints as JSON, with warnings as errors."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+# Import
+
+LOOK = """
+import json, os, sys, threading
+import numpy, torch
+before = len(os.listdir("/proc/self/task"))
+import syncline
+print(json.dumps({
+    "modules": sorted({name.partition(".")[0] for name in sys.modules}),
+    "new threads": len(os.listdir("/proc/self/task")) - before,
+    "python threads": threading.active_count(),
+    "initialized": torch.distributed.is_initialized(),
+    "current": syncline.current() is not None,
+    "children": open(f"/proc/self/task/{os.getpid()}/children").read().split(),
+    "cli": sorted(name for name in sys.modules if name.startswith(("syncline.cli", "syncline.bench"))),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def look() -> dict:
+    return in_fresh_interpreter(LOOK)
+
+
+def test_import_starts_nothing(look: dict) -> None:
+    assert look["new threads"] == 0
+    assert look["python threads"] == 1
+    assert look["children"] == []
+    assert look["initialized"] is False
+    assert look["current"] is False
+
+
+def test_import_pulls_in_nothing_heavy(look: dict) -> None:
+    assert "torch" in look["modules"]
+    assert not {"plotly", "typer", "rich", "click", "mpi4py", "pytest"} & set(look["modules"])
+    assert look["cli"] == []
+
+
+def cpu_seconds(imports: str) -> float:
+    """Processor time of a fresh interpreter that imports; the least of three, as noise only adds."""
+    code = f"import json, time, {imports}; print(json.dumps(time.process_time()))"
+    return min(in_fresh_interpreter(code) for _ in range(3))
+
+
+@pytest.mark.timeout(120)
+def test_import_takes_little_longer_than_that_of_torch() -> None:
+    assert cpu_seconds("syncline") <= cpu_seconds("torch") + 0.3
+
+
+# The public surface
+
+
+def test_all_is_exact() -> None:
+    public = {
+        name
+        for name, value in vars(syncline).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
+    }
+    assert set(syncline.__all__) == public | {"__version__"}
+    assert syncline.__all__ == sorted(syncline.__all__)
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    from importlib.metadata import version
+
+    assert syncline.__version__ == version("syncline")
+
+
+def test_the_package_is_typed() -> None:
+    assert (SOURCE / "py.typed").exists()
+
+
+# Layers: part -> the parts it may not import
+
+FORBIDDEN = {
+    "errors.py": {"specs", "collectives", "fabric", "launch", "current", "bench", "cli"},
+    "specs.py": {"collectives", "fabric", "launch", "current", "bench", "cli"},
+    "collectives": {"fabric", "launch", "current", "bench", "cli"},
+    "fabric": {"launch", "current", "bench", "cli"},
+    "current.py": {"launch", "bench", "cli"},
+    "launch": {"bench", "cli"},
+    "__init__.py": {"bench", "cli"},
+    "bench": {"cli"},
+}
+
+
+@cache
+def imports_of(file: Path) -> frozenset[str]:
+    """Every part of this package that a file imports, also within functions, but not for types alone."""
+    tree = ast.parse(file.read_text())
+    return frozenset(part for node in really_run(tree) for part in parts_imported(node, file))
+
+
+def really_run(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those under `if TYPE_CHECKING`."""
+    if isinstance(tree, ast.If) and isinstance(tree.test, ast.Name) and tree.test.id == "TYPE_CHECKING":
+        return
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        yield from really_run(child)
+
+
+def parts_imported(node: ast.AST, file: Path) -> Iterator[str]:
+    """`from syncline.fabric.base import Fabric` is `fabric`."""
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert not node.level, f"{file} has a relative import"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    else:
+        return
+    for name in names:
+        package, _, rest = name.partition(".")
+        if package == "syncline" and rest:
+            yield rest.partition(".")[0]
+
+
+@pytest.mark.parametrize("part", FORBIDDEN)
+def test_a_part_imports_only_the_parts_below_it(part: str) -> None:
+    place = SOURCE / part
+    files = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    assert files
+    for file in files:
+        assert not imports_of(file) & FORBIDDEN[part], file
+
+
+def test_nothing_but_the_command_imports_the_command() -> None:
+    outside = [file for file in SOURCE.rglob("*.py") if "cli" not in file.parts and file.name != "__main__.py"]
+    assert len(outside) > 20
+    assert not [file for file in outside if "cli" in imports_of(file)]
+
+
+def test_imports_are_really_read() -> None:
+    assert {"collectives", "errors"} <= imports_of(SOURCE / "fabric" / "base.py")
+    assert "fabric" in imports_of(SOURCE / "launch" / "run.py")
+    assert "fabric" not in imports_of(SOURCE / "current.py")  # for types alone
+
+
+def test_every_part_has_its_rule() -> None:
+    parts = {path.name for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert parts - {"cli", "__main__.py", "units.py"} == set(FORBIDDEN), (
+        "say in FORBIDDEN what the new part may not use"
+    )
