@@ -11,7 +11,9 @@ import json
 import threading
 import time
 from contextlib import suppress
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -20,6 +22,7 @@ from syncline.fabric.blame import Kind, culprit, peer_error
 
 PATIENCE_S = 0.8  # for reports of ranks that are still being woken
 PAUSE_S = 0.02
+NEVER_SENT = 1  # a tag that no message has
 
 
 class Inquest:
@@ -70,6 +73,13 @@ class Inquest:
                 self.reports[rank] = (whom, how)
 
     def _give_up_connections(self) -> None:
-        """Wake whoever waits for this rank. Gloo closes all connections of a group when one wait times out."""
+        """Wake whoever waits for this rank.
+
+        Gloo cannot be told to abort, but it closes all connections of a group when one wait times out: so one does.
+        """
         with suppress(RuntimeError, NotImplementedError):
             self.group.abort()
+        for peer in (rank for rank in range(self.world) if rank != self.rank):
+            with suppress(RuntimeError):  # from one that is gone it fails without waiting, so all are tried
+                nothing = torch.empty(1, dtype=torch.uint8)
+                self.group.recv([nothing], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
