@@ -3,7 +3,7 @@
 An iteration writes the input anew and calls; a repeat is as many iterations as fill a tenth of a second. What is
 reported is the time of an iteration less the time of the writing alone, measured on the same memory when nobody else
 touches it: so whatever a contender makes the next write more expensive by (lines that a peer's cache now owns) is
-charged to it. Answers are checked against the closed form before the first repeat and after each.
+charged to it. Answers are checked against the closed form before the first repeat, and a sample of them after each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ Array = npt.NDArray[np.float32]
 REPEAT_S = 0.1
 MOST_ITERATIONS = 2000
 LEAST_ITERATIONS = 3
+SAMPLE = 61  # every so many elements are checked after a repeat
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def measure(contender: Contender, repeats: int) -> list[float]:
             np.copyto(contender.buffer, inputs[turn % 2])
             contender.call()
         total = time.perf_counter() - started
-        verify(contender, (iterations - 1) % 2)
+        verify(contender, (iterations - 1) % 2, stride=SAMPLE)
         contender.barrier()
         seconds.append((total - writing) / iterations)
     return seconds
@@ -84,8 +85,8 @@ def agree_on_iterations(contender: Contender, inputs: list[Array]) -> int:
 
 def pattern(numel: int, rank: int, turn: int) -> Array:
     """Element i is (i % 97) + rank + 3 * turn."""
-    values = np.arange(numel, dtype=np.int64) % 97 + rank + 3 * turn
-    return values.astype(np.float32)
+    period = np.arange(97, dtype=np.float32) + (rank + 3 * turn)
+    return np.tile(period, numel // 97 + 1)[:numel]
 
 
 def check(contender: Contender, inputs: list[Array], turns: int) -> None:
@@ -97,11 +98,11 @@ def check(contender: Contender, inputs: list[Array], turns: int) -> None:
         contender.barrier()
 
 
-def verify(contender: Contender, turn: int) -> None:
-    """The closed form of the sum, for every element."""
+def verify(contender: Contender, turn: int, stride: int = 1) -> None:
+    """The closed form of the sum, for every element or every so many."""
     if not contender.exact:
         return
     world = contender.world
-    exact = pattern(contender.buffer.size, 0, turn) * world + world * (world - 1) // 2
-    if not np.array_equal(contender.buffer, exact.astype(np.float32)):
+    exact = pattern(contender.buffer.size, 0, turn)[::stride] * world + world * (world - 1) // 2
+    if not np.array_equal(contender.buffer[::stride], exact):
         raise AssertionError(f"a wrong sum of {contender.buffer.size} elements over {world} ranks")

@@ -74,7 +74,7 @@ def table_of(measured: list[Measured], title: str) -> Table:
 def collectives(
     ranks: Annotated[str, typer.Option(help="Numbers of processes.")] = "2,4,8",
     sizes: Annotated[str, typer.Option(help="Buffers.")] = SIZES,
-    repeats: Annotated[int, typer.Option(help="Repeats of each, of which the median is taken.")] = 7,
+    repeats: Annotated[int, typer.Option(help="Repeats of each, of which the median is taken.")] = 5,
     contenders: Annotated[str, typer.Option(help=f"Of {', '.join(CONTENDERS)}; all that are here if empty.")] = "",
     html: Annotated[Path, typer.Option(metavar="FILE", help="Where the plot goes.")] = Path("bench-collectives.html"),
     as_json: Annotated[bool, JSON] = False,
