@@ -202,8 +202,8 @@ def test_whoever_stalls_is_named_and_nobody_else(victim: int) -> None:
 def test_a_process_that_stalls_before_a_call_is_named(fabric: str, collective: str, tmp_path: Path) -> None:
     stall = partial(wait_for_reports, str(tmp_path), WORLD - 1)
     work = struck(stall, None, collective, tmp_path)
-    outcomes = dict(enumerate(syncline.run(work, WORLD, fabric, Deadlines(0.7))))
-    assert_all_blame(survivors_of(outcomes), PeerStalled, within_s=0.7 + SOON_S)
+    outcomes = dict(enumerate(syncline.run(work, WORLD, fabric, Deadlines(1.0))))
+    assert_all_blame(survivors_of(outcomes), PeerStalled, within_s=1.0 + SOON_S)
 
 
 @pytest.mark.timeout(120)
@@ -212,8 +212,8 @@ def test_a_process_that_stalls_before_a_call_is_named(fabric: str, collective: s
 def test_a_process_that_stalls_in_a_call_is_named(fabric: str, collective: str, tmp_path: Path) -> None:
     stall = partial(wait_for_reports, str(tmp_path), WORLD - 1)
     work = struck(stall, 1, collective, tmp_path)
-    outcomes = dict(enumerate(syncline.run(work, WORLD, fabric, Deadlines(0.7))))
-    assert_all_blame(survivors_of(outcomes), PeerStalled, within_s=0.7 + SOON_S)
+    outcomes = dict(enumerate(syncline.run(work, WORLD, fabric, Deadlines(1.0))))
+    assert_all_blame(survivors_of(outcomes), PeerStalled, within_s=1.0 + SOON_S)
 
 
 @pytest.mark.timeout(120)
