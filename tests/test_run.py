@@ -221,12 +221,14 @@ def test_no_file_descriptor_is_left_in_this_process(fabric: str) -> None:
 
 
 SCRIPT = """
+    import signal
     import sys
     from functools import partial
     import syncline
     import workers
 
     if __name__ == "__main__":
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is born deaf to it
         folder, fabric, wait = sys.argv[1:]
         work = partial(workers.says_its_process_and_waits, folder=folder, wait=getattr(workers, wait))
         syncline.run(work, ranks=3, fabric=fabric, deadlines=syncline.Deadlines(40.0))

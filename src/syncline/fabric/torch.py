@@ -112,9 +112,10 @@ class TorchFabric(MessageFabric):
 
     def close(self) -> None:
         super().close()
+        # Torch ends the group's threads when the last reference goes, and must not find that one at exit.
+        vars(self).pop("group", None)
+        vars(self).pop("inquest", None)
         if self.owns_group and dist.is_initialized():
-            # Torch ends the group's threads when the last reference goes, and must not find that one at exit.
-            del self.group, self.inquest
             dist.destroy_process_group()
         self.owns_group = False
 
