@@ -284,36 +284,46 @@ def test_many_calls_of_different_sizes_do_not_mix() -> None:
         assert all(map(same_bits, results, wanted))
 
 
-def test_two_segments_are_in_flight_and_no_more() -> None:
-    def most_in_flight(fabric: syncline.Fabric) -> int:
-        fabric.all_reduce(torch.ones(0), collective="ring")  # the agreement is not what is counted
+@pytest.mark.parametrize("ahead", [True, False])
+def test_two_segments_are_sent_at_once_and_five_are_asked_for_ahead(ahead: bool) -> None:
+    def most_in_flight(fabric: syncline.Fabric) -> tuple[int, int]:
         cut_finely(fabric)
+        fabric.receives_ahead = ahead
         counted = CountsFlights(fabric)
-        fabric.all_reduce(torch.ones(2000), collective="ring")
-        return counted.most
+        summed = fabric.all_reduce(torch.ones(2000), collective="ring")
+        assert torch.equal(summed, torch.full((2000,), 4.0))
+        return counted.most_sends, counted.most_receives
 
-    assert on_threads(most_in_flight, 4) == [2] * 4
+    assert on_threads(most_in_flight, 4) == [(2, 5 if ahead else 2)] * 4
 
 
 class CountsFlights:
     """Stands between the executor and a fabric's `post`."""
 
     def __init__(self, fabric: syncline.Fabric) -> None:
-        self.original, self.now, self.most = fabric.post, 0, 0
+        self.original = fabric.post
+        self.sends = self.receives = self.most_sends = self.most_receives = 0
         fabric.post = self.post
 
     def post(self, sends, receives):
         pending = self.original(sends, receives)
-        self.now += 1
-        self.most = max(self.most, self.now)
+        if any(tensor.dtype == torch.uint8 for tensor, _ in [*sends, *receives]):  # the agreement
+            return pending
+        self.count(len(sends), len(receives))
         original_wait = pending.wait
 
         def wait(deadline_s: float | None = None) -> None:
             original_wait(deadline_s)
-            self.now -= 1
+            self.count(-len(sends), -len(receives))
 
         pending.wait = wait
         return pending
+
+    def count(self, sends: int, receives: int) -> None:
+        self.sends += sends
+        self.receives += receives
+        self.most_sends = max(self.most_sends, self.sends)
+        self.most_receives = max(self.most_receives, self.receives)
 
 
 # Asynchronous calls

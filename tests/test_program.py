@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -138,11 +138,20 @@ def elements(pieces: Iterable[Piece]) -> set[int]:
     return {element for piece in pieces for element in range(piece.lo, piece.hi)}
 
 
-def must_wait(before: Step, step: Step) -> bool:
-    """Element by element: is read while it still changes, or overwritten while it is still read or changed."""
+def sends_too_early(before: Step, step: Step) -> bool:
+    """Element by element: is read while it still changes."""
+    return bool(elements(step.sends) & elements(before.receives))
+
+
+def receives_too_early(before: Step, step: Step) -> bool:
+    """Element by element: is overwritten while it is still read or changed."""
     copied = elements(piece for piece in step.receives if piece.op == "copy")
-    changing = elements(before.receives)
-    return bool(elements(step.sends) & changing or copied & (changing | elements(before.sends)))
+    return bool(copied & (elements(before.receives) | elements(before.sends)))
+
+
+def last(steps: Iterable[Step], step: Step, is_in_the_way: Callable[[Step, Step], bool]) -> int:
+    """How many steps there are up to the last one that is in the way of `step`."""
+    return max((number for number, before in enumerate(steps, 1) if is_in_the_way(before, step)), default=0)
 
 
 @settings(max_examples=40)
@@ -151,8 +160,12 @@ def test_a_step_waits_if_and_only_if_it_must(numel: int, segment: int, grain: in
     for schedule in schedules(world):
         for rank in range(world):
             program = compile_program(schedule, rank, numel, segment, grain)
-            assert not program or not program[0].waits
-            assert [after.waits for after in program[1:]] == [must_wait(*pair) for pair in pairwise(program)]
+            asked = 0
+            for number, step in enumerate(program):
+                before = program[:number]
+                asked = max(asked, number - 4, last(before, step, receives_too_early))
+                assert step.receives_after == asked
+                assert step.sends_after == max(asked, number - 1, last(before, step, sends_too_early))
 
 
 @pytest.mark.parametrize("segments", [2, 3, 8])
@@ -161,7 +174,8 @@ def test_a_ring_of_two_segments_never_waits(world: int, segments: int) -> None:
     numel = world * segments * 10
     programs = [compile_program(schedule_of("ring", world), rank, numel, 10, 1) for rank in range(world)]
     assert all(len(program) == 2 * (world - 1) * segments for program in programs)
-    assert not any(step.waits for program in programs for step in program)
+    for program in programs:
+        assert [step.sends_after for step in program] == [max(number - 1, 0) for number in range(len(program))]
 
 
 # A simulation of all ranks at once, with the executor's rules and an adversary who decides when bytes move. What
@@ -179,11 +193,23 @@ class Flight:
 
 @dataclass
 class Rank:
-    """One rank: its memory, the steps it has not posted yet and those under way."""
+    """One rank: its memory, its program, the steps under way, and how many steps were opened, sent and completed."""
 
     memory: list[int]
-    left: deque[Step]
-    flights: deque[Flight] = field(default_factory=deque)
+    program: Program
+    flights: list[Flight] = field(default_factory=list)
+    sent: int = 0
+    done: int = 0
+
+    def may_receive(self) -> bool:
+        opened = len(self.flights)
+        return opened < len(self.program) and self.program[opened].receives_after <= self.done
+
+    def may_send(self) -> bool:
+        return self.sent < len(self.flights) and self.program[self.sent].sends_after <= self.done
+
+    def may_complete(self) -> bool:
+        return self.done < self.sent and not self.flights[self.done].missing
 
 
 class Simulation:
@@ -191,7 +217,7 @@ class Simulation:
 
     def __init__(self, programs: list[Program], memories: list[list[int]], chance: random.Random) -> None:
         self.chance = chance
-        self.ranks = [Rank(list(memory), deque(program)) for memory, program in zip(memories, programs, strict=True)]
+        self.ranks = [Rank(list(memory), program) for memory, program in zip(memories, programs, strict=True)]
         self.sent: dict[tuple[int, int], deque] = defaultdict(deque)
         self.awaited: dict[tuple[int, int], deque] = defaultdict(deque)
 
@@ -200,33 +226,37 @@ class Simulation:
         while moves := [*self.acts(), *self.arrivals()]:
             move, argument = self.chance.choice(moves)
             move(argument)
-        assert not any(rank.left or rank.flights for rank in self.ranks), "the ranks wait for one another"
+        assert all(rank.done == len(rank.program) for rank in self.ranks), "the ranks wait for one another"
         return [rank.memory for rank in self.ranks]
 
     def acts(self) -> list[tuple]:
         """Ranks that can post or complete a step."""
-        can = []
+        can: list[tuple] = []
         for number, rank in enumerate(self.ranks):
-            if rank.left and not (rank.flights and (rank.left[0].waits or len(rank.flights) == 2)):
-                can.append((self.post, number))
-            elif rank.flights and not rank.flights[0].missing:
-                can.append((self.complete, number))
+            can += [(self.receive, number)] * rank.may_receive()
+            can += [(self.send, number)] * rank.may_send()
+            can += [(self.complete, number)] * rank.may_complete()
         return can
 
     def arrivals(self) -> list[tuple]:
         """Pairs of ranks between which a message can arrive."""
         return [(self.arrive, pair) for pair, messages in self.sent.items() if messages and self.awaited[pair]]
 
-    def post(self, number: int) -> None:
+    def receive(self, number: int) -> None:
         rank = self.ranks[number]
-        step = rank.left.popleft()
+        step = rank.program[len(rank.flights)]
         flight = Flight(step, len(step.sends) + len(step.receives))
         rank.flights.append(flight)
-        for piece in step.sends:
-            read = rank.memory[piece.lo : piece.hi] if self.chance.random() < 0.5 else None
-            self.sent[number, piece.peer].append((flight, piece, read))
         for piece in step.receives:
             self.awaited[piece.peer, number].append((flight, piece))
+
+    def send(self, number: int) -> None:
+        rank = self.ranks[number]
+        flight = rank.flights[rank.sent]
+        rank.sent += 1
+        for piece in flight.step.sends:
+            read = rank.memory[piece.lo : piece.hi] if self.chance.random() < 0.5 else None
+            self.sent[number, piece.peer].append((flight, piece, read))
 
     def arrive(self, pair: tuple[int, int]) -> None:
         (sending, sent, read), (receiving, piece) = self.sent[pair].popleft(), self.awaited[pair].popleft()
@@ -240,7 +270,9 @@ class Simulation:
 
     def complete(self, number: int) -> None:
         rank = self.ranks[number]
-        for piece, data in rank.flights.popleft().arrivals:
+        flight = rank.flights[rank.done]
+        rank.done += 1
+        for piece, data in flight.arrivals:
             for element, value in zip(range(piece.lo, piece.hi), data, strict=True):
                 rank.memory[element] += value
 
@@ -274,7 +306,6 @@ def test_without_waiting_some_timing_gives_a_wrong_answer(name: str) -> None:
     world, numel = 4, 24
     schedule = schedule_of(name, world)
     programs = [compile_program(schedule, rank, numel, numel, 1) for rank in range(world)]
-    assert any(step.waits for program in programs for step in program)
-    hasty = [tuple(step._replace(waits=False) for step in program) for program in programs]
-    outcomes = [Simulation(hasty, memories(world, numel), random.Random(seed)).run() for seed in range(50)]
+    programs = [tuple(step._replace(receives_after=0, sends_after=0) for step in program) for program in programs]
+    outcomes = [Simulation(programs, memories(world, numel), random.Random(seed)).run() for seed in range(50)]
     assert any(outcome != [sums(world, numel)] * world for outcome in outcomes)

@@ -1,23 +1,24 @@
 """Runs any program on any fabric that can post sends and receives.
 
-Two steps are in flight. A step is completed in the order of posting: its messages are awaited, what was received is
-added in ascending order of rank, and a chunk that has thereby become complete is finished (divided for a mean,
-rounded for 16-bit types). Sums of 16-bit types are kept in fp32; on the wire a partial sum travels in fp32, while
-raw contributions and finished results travel in their own 16 bits, which loses nothing.
+A step is completed in the order of the program: its messages are awaited, what was received is added in ascending
+order of rank, and a chunk that has thereby become complete is finished (divided for a mean, rounded for 16-bit types).
+Sums of 16-bit types are kept in fp32; on the wire a partial sum travels in fp32, while raw contributions and finished
+results travel in their own 16 bits, which loses nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from syncline.collectives.program import Piece, Program, Step
+from syncline.collectives.program import Piece, Program
 
 Op = Literal["sum", "mean", "max"]
 OPS: tuple[Op, ...] = ("sum", "mean", "max")
@@ -58,6 +59,10 @@ class Port(Protocol):
     @property
     def scratch(self) -> Scratch:
         """Memory to receive into."""
+
+    @property
+    def receives_ahead(self) -> bool:
+        """Whether receives may be posted before the sends that leave at the same time."""
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
         """Start messages that are in flight together."""
@@ -103,10 +108,9 @@ def divided(total: Tensor, world: int) -> Tensor:
 class Flight:
     """A step whose messages are under way, and the memory they use."""
 
-    step: Step
-    pending: Pending
     arrivals: list[tuple[Piece, Tensor]]
-    keep: list[Tensor]
+    pending: list[Pending] = field(default_factory=list)
+    sending: list[Tensor] = field(default_factory=list)
 
 
 def execute(
@@ -119,54 +123,95 @@ def execute(
     on_round: Callable[[int], None],
 ) -> None:
     """Run one rank's program: pieces are sent from `source` and arrive in `target`, all before time `until`."""
-    flights: list[Flight] = []
-    for step in program:
-        while flights and (step.waits or len(flights) == 2):
-            complete(flights.pop(0), target, reduction, port.scratch, until)
+    execution = Execution(program, port, source, target, reduction, until)
+    for number, step in enumerate(program):
+        execution.receive_ahead(number)
+        while execution.done < step.sends_after:
+            execution.complete_first()
+            execution.receive_ahead(number)
         on_round(step.round)
-        flights.append(post(step, port, source, target, reduction.wire))
-    for flight in flights:
-        complete(flight, target, reduction, port.scratch, until)
+        execution.send(number)
+    while execution.flights:
+        execution.complete_first()
 
 
-def post(step: Step, port: Port, source: View, target: View, wire: torch.dtype) -> Flight:
-    """Start the messages of a step."""
-    sends = [(on_wire(source(piece.lo, piece.hi), piece, wire), piece.peer) for piece in step.sends]
-    arrivals = [(piece, landing(target(piece.lo, piece.hi), piece, wire, port.scratch)) for piece in step.receives]
-    receives = [(tensor, piece.peer) for piece, tensor in arrivals]
-    return Flight(step, port.post(sends, receives), arrivals, [tensor for tensor, _ in sends])
+@dataclass
+class Execution:
+    """A program under way. The flights are the steps that are not complete, in order; the last of them only receive."""
 
+    program: Program
+    port: Port
+    source: View
+    target: View
+    reduction: Reduction
+    until: float
+    flights: deque[Flight] = field(default_factory=deque)
+    done: int = 0
 
-def on_wire(view: Tensor, piece: Piece, wire: torch.dtype) -> Tensor:
-    """What is sent: in 16 bits where that loses nothing."""
-    return view.to(wire) if piece.whole else view
+    def receive_ahead(self, number: int) -> None:
+        """Make room for what arrives, as far ahead of step `number` as may be, and ask for it."""
+        ahead = self.port.receives_ahead
+        for step in self.program[self.done + len(self.flights) : None if ahead else number + 1]:
+            if step.receives_after > self.done:
+                return
+            flight = Flight([(piece, self.landing(piece)) for piece in step.receives])
+            self.flights.append(flight)
+            if ahead:
+                self.post(flight, [], received(flight))
 
+    def send(self, number: int) -> None:
+        """Start what a step sends; and what it receives, where both must start together."""
+        flight = self.flights[number - self.done]
+        sends = [(self.on_wire(piece), piece.peer) for piece in self.program[number].sends]
+        self.post(flight, sends, [] if self.port.receives_ahead else received(flight))
+        flight.sending = [tensor for tensor, _ in sends]
 
-def landing(view: Tensor, piece: Piece, wire: torch.dtype, scratch: Scratch) -> Tensor:
-    """Where a piece arrives: in place if it is copied as it is, beside it otherwise."""
-    dtype = wire if piece.whole else view.dtype
-    if piece.op == "copy" and dtype == view.dtype:
-        return view
-    return scratch.take(view.numel(), dtype, view.device)
+    def post(self, flight: Flight, sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]) -> None:
+        """Start messages, if there are any."""
+        if sends or receives:
+            flight.pending.append(self.port.post(sends, receives))
 
+    def complete_first(self) -> None:
+        """Wait for the first step under way and take in what arrived."""
+        flight = self.flights.popleft()
+        for pending in flight.pending:
+            pending.wait(max(self.until - monotonic(), 0.001))
+        self.done += 1
+        groups: dict[tuple[int, int], list[tuple[Piece, Tensor]]] = {}
+        for piece, tensor in flight.arrivals:
+            if piece.op == "add":
+                groups.setdefault((piece.lo, piece.hi), []).append((piece, tensor))
+            elif tensor.data_ptr() != self.target(piece.lo, piece.hi).data_ptr():
+                self.target(piece.lo, piece.hi).copy_(tensor)
+                self.port.scratch.give(tensor)
+        for (lo, hi), group in groups.items():
+            self.add(self.target(lo, hi), group)
 
-def complete(flight: Flight, target: View, reduction: Reduction, scratch: Scratch, until: float) -> None:
-    """Wait for a step and take in what arrived."""
-    flight.pending.wait(max(until - monotonic(), 0.001))
-    groups: dict[tuple[int, int], list[tuple[Piece, Tensor]]] = {}
-    for piece, tensor in flight.arrivals:
-        if piece.op == "add":
-            groups.setdefault((piece.lo, piece.hi), []).append((piece, tensor))
-        elif tensor.data_ptr() != target(piece.lo, piece.hi).data_ptr():
-            target(piece.lo, piece.hi).copy_(tensor)
-            scratch.give(tensor)
-    for (lo, hi), group in groups.items():
-        own = target(lo, hi)
-        reduction.fold(own, [(piece.peer, tensor) for piece, tensor in group])
+    def add(self, own: Tensor, group: list[tuple[Piece, Tensor]]) -> None:
+        """Add what arrived for one place, and finish what is complete."""
+        self.reduction.fold(own, [(piece.peer, tensor) for piece, tensor in group])
         if group[0][0].completes:
-            reduction.finish(own)
+            self.reduction.finish(own)
         for _, tensor in group:
-            scratch.give(tensor)
+            self.port.scratch.give(tensor)
+
+    def on_wire(self, piece: Piece) -> Tensor:
+        """What is sent: in 16 bits where that loses nothing."""
+        view = self.source(piece.lo, piece.hi)
+        return view.to(self.reduction.wire) if piece.whole else view
+
+    def landing(self, piece: Piece) -> Tensor:
+        """Where a piece arrives: in place if it is copied as it is, beside it otherwise."""
+        view = self.target(piece.lo, piece.hi)
+        dtype = self.reduction.wire if piece.whole else view.dtype
+        if piece.op == "copy" and dtype == view.dtype:
+            return view
+        return self.port.scratch.take(view.numel(), dtype, view.device)
+
+
+def received(flight: Flight) -> list[tuple[Tensor, int]]:
+    """What a step receives, and from whom."""
+    return [(tensor, piece.peer) for piece, tensor in flight.arrivals]
 
 
 @contextmanager

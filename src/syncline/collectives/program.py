@@ -1,17 +1,16 @@
 """One rank's part of a schedule, in elements: what to send and receive, step by step.
 
 Chunks are cut into segments, and a step is one segment of each of the rank's transfers in a round. Two steps are in
-flight at once: while one segment is added, the next travels. A step may not be posted while the step before it
-still changes what it reads, or still reads what it overwrites; `waits` marks those. Both ends of a transfer cut it
-alike and go through rounds, segments and transfers in the same order, so the messages of a pair of ranks match
-by their order alone.
+flight at once: while one segment is added, the next travels. What a step sends may not leave while a step before it
+still changes it, and what it receives in place may not arrive while a step before it still reads or changes that
+memory; `sends_after` and `receives_after` say how many steps must be complete. Receives are posted well ahead: a
+message that finds its receive posted needs no round trip before it moves. Both ends of a transfer cut it alike and go
+through rounds, segments and transfers in the same order, so the messages of a pair of ranks match by their order alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
-from itertools import chain
 from typing import NamedTuple
 
 from syncline.collectives.schedule import Action, Carried, Schedule, Transfer, boundaries
@@ -29,16 +28,22 @@ class Piece(NamedTuple):
     completes: bool  # the receiver then holds every contribution
 
 
+Pieces = tuple[Piece, ...]
+
+
 class Step(NamedTuple):
     """Pieces that travel at the same time."""
 
     round: int
-    sends: tuple[Piece, ...]
-    receives: tuple[Piece, ...]
-    waits: bool  # for the step before it to be complete
+    sends: Pieces
+    receives: Pieces
+    receives_after: int  # steps that are complete before its receives are posted; never falls
+    sends_after: int  # steps that are complete before its sends are posted; at least as many
 
 
 Program = tuple[Step, ...]
+SENDING = 2  # steps whose sends are under way
+RECEIVING = 4  # steps ahead of the last complete one whose receives are posted
 
 
 @lru_cache(maxsize=1024)
@@ -56,9 +61,22 @@ def compile_program(schedule: Schedule, rank: int, numel: int, segment: int, gra
             now = [(transfer, cuts[part]) for transfer, cuts in mine if part < len(cuts)]
             sends = tuple(piece._replace(peer=t.dst) for t, piece in now if t.src == rank)
             receives = tuple(piece._replace(peer=t.src) for t, piece in now if t.dst == rank)
-            waits = bool(steps) and conflict(steps[-1], sends, receives)
-            steps.append(Step(number, sends, receives, waits))
+            steps.append(Step(number, sends, receives, *what_comes_before(steps, sends, receives)))
     return tuple(steps)
+
+
+def what_comes_before(steps: list[Step], sends: Pieces, receives: Pieces) -> tuple[int, int]:
+    """How many steps must be complete before the receives of the next step are posted, and before its sends."""
+    copies = tuple(piece for piece in receives if piece.op == "copy")
+    receives_after = max(len(steps) - RECEIVING, steps[-1].receives_after if steps else 0, 0)
+    for before in range(receives_after, len(steps)):
+        if overlap(copies, (*steps[before].sends, *steps[before].receives)):
+            receives_after = before + 1
+    sends_after = max(len(steps) - SENDING + 1, receives_after, 0)
+    for before in range(sends_after, len(steps)):
+        if overlap(sends, steps[before].receives):
+            sends_after = before + 1
+    return receives_after, sends_after
 
 
 def segments(transfer: Transfer, what: Carried, bounds: list[int], segment: int) -> list[Piece]:
@@ -70,16 +88,9 @@ def segments(transfer: Transfer, what: Carried, bounds: list[int], segment: int)
     ]
 
 
-def conflict(before: Step, sends: Iterable[Piece], receives: Iterable[Piece]) -> bool:
-    """Whether a step reads what `before` still changes, or overwrites what it still reads or changes."""
-    copies = [piece for piece in receives if piece.op == "copy"]
-    return overlap(sends, before.receives) or overlap(copies, chain(before.sends, before.receives))
-
-
-def overlap(some: Iterable[Piece], others: Iterable[Piece]) -> bool:
+def overlap(some: Pieces, others: Pieces) -> bool:
     """Whether any two pieces share an element."""
-    listed = list(others)
-    return any(a.lo < b.hi and b.lo < a.hi for a in some for b in listed)
+    return any(a.lo < b.hi and b.lo < a.hi for a in some for b in others)
 
 
 def verify_matching(schedule: Schedule, numel: int, segment: int, grain: int) -> None:

@@ -45,6 +45,7 @@ class TorchFabric(MessageFabric):
         self.owns_group = owns_group
         if self.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
+            self.receives_ahead = False
         self.inquest = Inquest(chosen, rank, world)
         self.hosts = self._meet()
 
