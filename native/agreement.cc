@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "clock.h"
 #include "errors.h"
 
 namespace syncline {
@@ -40,6 +41,7 @@ void Agreement::reach(const Call&) {
   mesh_.wait_for_all(&Control::announced, sequence_);
   for (int rank = 0; rank < mesh_.world(); ++rank)
     if (!same_as_mine(rank)) raise_desync();
+  reached_ns_ = now_ns();
   mesh_.enter(Phase::agreed);
 }
 

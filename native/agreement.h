@@ -25,6 +25,7 @@ class Agreement {
   // Returns when all ranks have announced the same; otherwise throws Desync on all of them.
   void reach(const Call&);
 
+  uint64_t reached_ns() const { return reached_ns_; }  // when all ranks had announced the last operation
   uint64_t offset(int rank) const { return announcement(rank).offset; }
   bool all_shared() const;
   bool all_private() const;
@@ -37,6 +38,7 @@ class Agreement {
 
   Mesh& mesh_;
   uint64_t sequence_ = 0;
+  uint64_t reached_ns_ = 0;
 };
 
 }  // namespace syncline

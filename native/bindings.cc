@@ -4,6 +4,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
@@ -111,7 +112,11 @@ void run_schedule(Group& group, uintptr_t data, uint64_t count, int dtype, int o
 void bind_group(nb::module_& m) {
   nb::class_<Handle>(m, "Handle")
       .def("wait", &Handle::wait, "seconds"_a = -1.0, ReleaseGil())
-      .def("done", &Handle::done);
+      .def("done", &Handle::done)
+      .def("times", [](const Handle& handle) {
+             const Times times = handle.times();
+             return nb::make_tuple(times.began_ns, times.met_ns, times.ended_ns);
+           }, nb::sig("def times(self) -> tuple[int, int, int]"));
 
   nb::class_<Group>(m, "Group")
       .def("__init__", &make_group, "address"_a, "rank"_a, "world"_a, "nonce"_a, "deadline_s"_a, "join_deadline_s"_a)
@@ -153,6 +158,8 @@ void bind_group(nb::module_& m) {
       .def("unsynchronized_all_reduce", [](Group& group, uintptr_t data, uint64_t count, int dtype, int op) {
              group.unsynchronized_all_reduce(at(data), count, DataType(dtype), ReduceOp(op));
            }, "data"_a, "count"_a, "dtype"_a, "op"_a, ReleaseGil())
+      .def("write_note", &Group::write_note, "numbers"_a)
+      .def("note_of", &Group::note_of, "rank"_a)
       .def("suspect", &Group::suspect)
       .def("close", &Group::close, "drain"_a = true, ReleaseGil());
 }

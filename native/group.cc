@@ -40,7 +40,7 @@ Group::Group(Membership membership, const Settings& settings)
       arena_(membership.arena),
       check_signals_(settings.check_signals),
       engine_(std::make_unique<Engine>(std::move(membership), settings)),
-      queue_([this](const Call& call, bool in_worker) { perform(call, in_worker); }) {}
+      queue_([this](const Call& call, bool in_worker) { return perform(call, in_worker); }) {}
 
 Group::~Group() { close(false); }
 
@@ -57,7 +57,7 @@ void Group::require_usable() const {
   if (closed()) throw std::logic_error("the group is closed");
 }
 
-void Group::perform(const Call& call, bool in_worker) {
+uint64_t Group::perform(const Call& call, bool in_worker) {
   Mesh& mesh = engine_->mesh;
   mesh.check_signals_here = !in_worker;
   mesh.set_operation(call);
@@ -66,6 +66,7 @@ void Group::perform(const Call& call, bool in_worker) {
     if (!is_message(call.kind)) engine_->agreement.prepare();
     mesh.enter(in_worker ? Phase::worker : Phase::before);
     execute(*engine_, call);
+    return engine_->agreement.reached_ns();
   } catch (const Desync&) {
     // Some ranks had already staged their first piece for this operation; all give that number up.
     engine_->staging.skip();
@@ -116,6 +117,21 @@ void Group::unsynchronized_all_reduce(void* data, uint64_t count, DataType dtype
   std::byte* buffers[max_world];
   for (int rank = 0; rank < world_; ++rank) buffers[rank] = engine_->mesh.base(rank) + arena_->offset_of(data);
   fold_slice(*engine_, call, buffers);
+}
+
+void Group::write_note(const Note& note) {
+  const std::lock_guard lock(ending_);
+  if (!engine_) return;
+  for (size_t k = 0; k < note.size(); ++k) engine_->mesh.own().note[k].store(note[k], std::memory_order_relaxed);
+}
+
+Note Group::note_of(int rank) const {
+  if (rank < 0 || rank >= world_) throw std::invalid_argument("there is no rank " + std::to_string(rank));
+  const std::lock_guard lock(ending_);
+  Note note{};
+  if (engine_)
+    for (size_t k = 0; k < note.size(); ++k) note[k] = engine_->mesh.control(rank).note[k].load(std::memory_order_relaxed);
+  return note;
 }
 
 int Group::suspect() const {

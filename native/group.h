@@ -51,6 +51,10 @@ class Group {
   // benchmarks. The buffers of all ranks must be at the same offset.
   void unsynchronized_all_reduce(void* data, uint64_t count, DataType, ReduceOp);
 
+  // A few numbers that the other ranks can read at any time, also after this one was killed or stopped.
+  void write_note(const Note&);
+  Note note_of(int rank) const;
+
   // The rank that the running operation waits for at this moment, or -1; for reports of slow operations.
   int suspect() const;
 
@@ -77,7 +81,7 @@ class Group {
 
  private:
   void require_usable() const;
-  void perform(const Call&, bool in_worker);
+  uint64_t perform(const Call&, bool in_worker);  // returns when the ranks met
   void wait_here(Handle&);
   void interrupt(const char* why);
 

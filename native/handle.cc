@@ -21,8 +21,14 @@ bool Handle::wait(double seconds) {
   return true;
 }
 
-void Handle::complete(std::exception_ptr error) {
+Times Handle::times() const {
   const std::lock_guard lock(mutex_);
+  return times_;
+}
+
+void Handle::complete(std::exception_ptr error, Times times) {
+  const std::lock_guard lock(mutex_);
+  times_ = times;
   done_ = true;
   error_ = std::move(error);
   changed_.notify_all();

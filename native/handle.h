@@ -2,10 +2,16 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstdint>
 #include <exception>
 #include <mutex>
 
 namespace syncline {
+
+// When an operation began, when all ranks had arrived, and when it was over, on the machine's monotonic clock.
+struct Times {
+  uint64_t began_ns = 0, met_ns = 0, ended_ns = 0;
+};
 
 class Handle {
  public:
@@ -15,13 +21,16 @@ class Handle {
   // Throws what the operation threw.
   bool wait(double seconds = -1);
 
-  void complete(std::exception_ptr error);  // for the worker
+  Times times() const;  // all zero until it is done
+
+  void complete(std::exception_ptr error, Times = {});  // for the worker
 
  private:
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;
   std::exception_ptr error_;
+  Times times_;
 };
 
 }  // namespace syncline

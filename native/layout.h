@@ -12,9 +12,11 @@
 namespace syncline {
 
 using Nonce = std::array<uint8_t, 16>;
+constexpr size_t note_words = 4;
+using Note = std::array<uint64_t, note_words>;
 
 constexpr uint64_t arena_magic = 0x656e696c636e7973;  // "syncline"
-constexpr uint32_t abi_version = 1;
+constexpr uint32_t abi_version = 2;
 constexpr size_t page_bytes = 4096;
 constexpr size_t line_bytes = 128;
 
@@ -71,6 +73,8 @@ struct Control {
   std::atomic<uint64_t> waiting_value;
   std::atomic<uint64_t> heartbeat_ns;
   std::atomic<uint64_t> left;  // 1 once this rank has closed the group in good order
+
+  std::atomic<uint64_t> note[note_words];  // what the rank says of itself; see Group::write_note
 
   // By rank: the number of the last message sent to it, and of the last taken from it.
   alignas(line_bytes) std::atomic<uint64_t> sent[max_world];

@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "clock.h"
+
 namespace syncline {
 
 std::shared_ptr<Handle> Queue::run_or_submit(const Call& call) {
@@ -51,12 +53,14 @@ void Queue::run_next(std::unique_lock<std::mutex>& lock) {
   busy_ = true;
   lock.unlock();
   std::exception_ptr error;
+  Times times{.began_ns = now_ns()};
   try {
-    perform_(entry.call, true);
+    times.met_ns = perform_(entry.call, true);
   } catch (...) {
     error = std::current_exception();
   }
-  entry.handle->complete(error);
+  times.ended_ns = now_ns();
+  entry.handle->complete(error, times);
   lock.lock();
   busy_ = false;
   changed_.notify_all();

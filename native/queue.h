@@ -17,8 +17,9 @@ namespace syncline {
 
 class Queue {
  public:
-  // `perform` runs one call; its second argument says whether it is the worker that does.
-  explicit Queue(std::function<void(const Call&, bool in_worker)> perform) : perform_(std::move(perform)) {}
+  // `perform` runs one call and says when the ranks met; its second argument says whether it is the worker that does.
+  using Perform = std::function<uint64_t(const Call&, bool in_worker)>;
+  explicit Queue(Perform perform) : perform_(std::move(perform)) {}
   ~Queue() { stop(); }
 
   // Runs the call here and returns null, or hands it to the worker and returns its handle.
@@ -39,7 +40,7 @@ class Queue {
   void work();
   void run_next(std::unique_lock<std::mutex>&);
 
-  std::function<void(const Call&, bool)> perform_;
+  Perform perform_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Entry> entries_;

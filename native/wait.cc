@@ -12,6 +12,7 @@
 #include <bit>
 #include <cstdio>
 
+#include "clock.h"
 #include "mesh.h"
 
 namespace syncline {
@@ -22,12 +23,6 @@ namespace {
 
 constexpr uint64_t slice_ns = 20'000'000;
 constexpr double second_ns = 1e9;
-
-uint64_t now_ns() {
-  timespec now{};
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
-}
 
 void relax() {
 #if defined(__x86_64__)

@@ -4,6 +4,8 @@ Pointers are integers (`tensor.data_ptr()`), dtypes and ops the codes of `syncli
 memory alive until the call, or its handle, is done.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -17,6 +19,8 @@ class Handle:
         """True when it is done, False when that many seconds passed first; negative means no limit."""
 
     def done(self) -> bool: ...
+    def times(self) -> tuple[int, int, int]:
+        """Nanoseconds of `time.monotonic_ns`: when it began, when all ranks had arrived, and when it was over."""
 
 class Group:
     """One rank of a group that shares memory."""
@@ -53,6 +57,12 @@ class Group:
     def wait_received(self, source: int, number: int, deadline_s: float) -> None: ...
     def unsynchronized_all_reduce(self, data: int, count: int, dtype: int, op: int) -> None:
         """The reads and writes of an all-reduce without any waiting: the limit of the machine, for benchmarks."""
+
+    def write_note(self, numbers: Sequence[int]) -> None:
+        """Four numbers that peers can read at any time, also after this rank was killed or stopped."""
+
+    def note_of(self, rank: int) -> list[int]:
+        """What a rank has noted last."""
 
     def suspect(self) -> int:
         """The rank that the running call waits for, or -1."""

@@ -3,6 +3,7 @@
 SynclineError
   ConfigError          the request is impossible; nothing was sent
     UnknownName        a name that is not in the table; the nearest ones are offered
+    LayoutMismatch     ranks have different models or settings; the difference is shown
   FabricError          a peer or a link failed; the step was discarded
     PeerLost           a rank died or left
     PeerStalled        a rank is alive as far as we know, but did not arrive before the deadline
@@ -10,6 +11,9 @@ SynclineError
     Desync             ranks called different things; nothing was sent
     JoinFailed         the ranks could not form a group
     FabricClosed       the fabric was closed, or belongs to the process that this one was forked from
+  NonFiniteGradient    too many steps in a row had to be skipped; the parameters are those before them
+  ReplicasDiverged     replicas that should be equal are not; the first tensor that differs is named
+  LateGradient         a gradient came after its bucket had left; the step was given up on all ranks
   OutOfSharedMemory    there is no memory for a shared buffer; nothing else changed
   ScheduleError        a collective's schedule breaks one of its invariants
   RankFailed           `run` was asked to run a function and it failed on some rank
@@ -42,6 +46,22 @@ class UnknownName(ConfigError):
 
     def __reduce__(self) -> tuple[type[UnknownName], tuple[str, str, list[str]]]:
         return UnknownName, self.told
+
+
+class LayoutMismatch(ConfigError):
+    """Ranks have different models or settings."""
+
+
+class NonFiniteGradient(SynclineError):
+    """Too many steps in a row had to be skipped."""
+
+
+class ReplicasDiverged(SynclineError):
+    """Replicas that should be equal are not."""
+
+
+class LateGradient(SynclineError):
+    """A gradient came after its bucket had left."""
 
 
 class FabricError(SynclineError):

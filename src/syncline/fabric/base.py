@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from syncline.fabric.deadlines import Deadlines
 from syncline.specs import text_of
 
 MOST_NAME_BYTES = 100  # of an algorithm with its settings; ranks compare it in full
+Note = tuple[int, int, int, int]
+NO_NOTE: Note = (0, 0, 0, 0)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 
@@ -36,6 +38,17 @@ class Handle(Protocol):
 
     def done(self) -> bool:
         """Whether it is over, one way or another."""
+
+    def times(self) -> Times:
+        """When it happened; meaningful once it is done."""
+
+
+class Times(NamedTuple):
+    """Of one call, in nanoseconds of `time.monotonic_ns`."""
+
+    began_ns: int
+    met_ns: int  # all ranks had arrived
+    ended_ns: int
 
 
 class Fabric(ABC):
@@ -54,6 +67,25 @@ class Fabric(ABC):
         self.hosts = hosts
         self.deadlines = deadlines
         self.device = torch.device("cpu")
+        self.siblings: list[Fabric] = []
+
+    def sibling(self) -> Self:
+        """Another fabric between the same ranks, whose calls need no common order with those of this one.
+
+        All ranks make the same siblings in the same order. A sibling is closed with the fabric it was made from.
+        """
+        made = self._sibling()
+        self.siblings.append(made)
+        return made
+
+    def close(self, drain: bool = True) -> None:
+        """Give back what this rank holds. Safe to call twice.
+
+        With `drain` it waits for what was started; otherwise what is under way fails, here and on the other ranks.
+        """
+        for sibling in self.siblings:
+            sibling.close(drain)
+        self._close(drain)
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A zeroed flat tensor, in memory that peers can reach where there is such a thing."""
@@ -121,7 +153,7 @@ class Fabric(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(drain=error is None)
 
     # What a fabric does its own way.
 
@@ -134,8 +166,18 @@ class Fabric(ABC):
         """Return when every rank has called it."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Give back what this rank holds. Safe to call twice."""
+    def write_note(self, note: Note) -> None:
+        """Say of this rank what the others can read at any time, also after it was killed or stopped."""
+
+    @abstractmethod
+    def note_of(self, rank: int) -> Note:
+        """What a rank has noted last; it may be a second old."""
+
+    @abstractmethod
+    def _sibling(self) -> Self: ...
+
+    @abstractmethod
+    def _close(self, drain: bool) -> None: ...
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None: ...

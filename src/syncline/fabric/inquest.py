@@ -60,7 +60,7 @@ class Inquest:
         """Report and collect reports until all but one rank have spoken or patience ends."""
         with suppress(RuntimeError):
             self.store.set(str(self.rank), json.dumps([peer, kind]))
-            self._give_up_connections()
+            self.give_up_connections()
             until = time.monotonic() + PATIENCE_S
             while len(self.reports) < self.world - 1 and time.monotonic() < until:
                 self._collect()
@@ -72,7 +72,7 @@ class Inquest:
                 whom, how = json.loads(self.store.get(str(rank)))
                 self.reports[rank] = (whom, how)
 
-    def _give_up_connections(self) -> None:
+    def give_up_connections(self) -> None:
         """Wake whoever waits for this rank.
 
         Gloo cannot be told to abort, but it closes all connections of a group when one wait times out: so one does.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import monotonic
+from time import monotonic, monotonic_ns
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from syncline.collectives.registry import schedule_of
 from syncline.collectives.schedule import Hosts, Schedule, boundaries
 from syncline.errors import ConfigError, FabricClosed, FabricError
 from syncline.fabric.agreement import compare_calls
-from syncline.fabric.base import Fabric, describe
+from syncline.fabric.base import Fabric, Times, describe
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.worker import Worker, WorkerHandle
 
@@ -31,6 +31,7 @@ class MessageFabric(Fabric):
         self.calls = 0
         self.during = "nothing"
         self.broken: FabricError | None = None
+        self.met_ns = 0
         self.worker = Worker(f"rank {rank} communicates")
 
     def enter_round(self, number: int) -> None:
@@ -40,8 +41,8 @@ class MessageFabric(Fabric):
         """Return when every rank has called it."""
         self.worker.in_turn(lambda: self._agree(describe("barrier")))
 
-    def close(self) -> None:
-        self.worker.close()
+    def _close(self, drain: bool) -> None:
+        self.worker.close(drain)
         self.broken = FabricClosed("the fabric is closed; make a new one")
 
     def _engine_all_reduce(self, tensor: Tensor, op: Op) -> None:
@@ -52,8 +53,13 @@ class MessageFabric(Fabric):
         self.worker.in_turn(lambda: self._reduce_now(tensor, op, collective))
 
     def _all_reduce_async(self, tensor: Tensor, op: Op, collective: str) -> WorkerHandle:
+        def work() -> Times:
+            began_ns = monotonic_ns()
+            self._reduce_now(tensor, op, collective)
+            return Times(began_ns, self.met_ns, monotonic_ns())
+
         call = describe("all_reduce", op, tensor, collective)
-        return self.worker.submit(lambda: self._reduce_now(tensor, op, collective), call, self.deadlines.operation)
+        return self.worker.submit(work, call, self.deadlines.operation)
 
     def _reduce_now(self, tensor: Tensor, op: Op, collective: str) -> None:
         self._agree(describe("all_reduce", op, tensor, collective))
@@ -121,6 +127,7 @@ class MessageFabric(Fabric):
         self.during = call
         if self.world > 1:
             compare_calls(self, f"{call}, call {self.calls}", monotonic() + self.deadlines.operation)
+        self.met_ns = monotonic_ns()
 
     def _run(self, schedule: Schedule, flat: Tensor, op: Op, wire: torch.dtype, grain: int = 0) -> None:
         """Run a schedule in place on one flat buffer."""

@@ -20,7 +20,7 @@ from syncline.collectives.registry import schedule_of
 from syncline.collectives.rows import Rows, compile_rows
 from syncline.collectives.schedule import boundaries, hosts_of_sizes
 from syncline.errors import ConfigError, FabricError
-from syncline.fabric.base import Fabric
+from syncline.fabric.base import Fabric, Note, Times
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.torch import TorchFabric
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from syncline import _native
 
 MOST_RANKS = 64
+SIGNALS_S = 0.1
 DTYPE_CODES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -108,10 +109,23 @@ class ShmFabric(Fabric):
         """Return when every rank has called it."""
         self.group.barrier()
 
-    def close(self) -> None:
-        self.group.close()
+    def write_note(self, note: Note) -> None:
+        self.group.write_note(note)
+
+    def note_of(self, rank: int) -> Note:
+        first, second, third, fourth = self.group.note_of(self._peer(rank))
+        return first, second, third, fourth
+
+    def _sibling(self) -> ShmFabric:
+        """Rank 0 says where to meet. The engine stays with the first one."""
+        nonce = torch.tensor(list(Meeting().nonce), dtype=torch.int32)
+        self.broadcast(nonce)
+        return ShmFabric(Meeting(bytes(nonce.tolist())), self.rank, self.world, self.deadlines)
+
+    def _close(self, drain: bool) -> None:
+        self.group.close(drain)
         if self.engine is not None:
-            self.engine.close()
+            self.engine.close(drain)
 
     def _auto(self, nbytes: int) -> str:
         return "auto"
@@ -206,7 +220,10 @@ class ShmHandle:
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Return when it is done; raise what it raised."""
-        if not self.native.wait(-1.0 if deadline_s is None else deadline_s):
+        if deadline_s is None:
+            while not self.native.wait(SIGNALS_S):  # Python looks for Ctrl-C in between
+                pass
+        elif not self.native.wait(deadline_s):
             raise FabricError(
                 f"an all-reduce is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
                 f"{self.deadline_s} s late"
@@ -218,3 +235,7 @@ class ShmHandle:
     def done(self) -> bool:
         """Whether it is over, one way or another."""
         return self.native.done()
+
+    def times(self) -> Times:
+        """When it happened."""
+        return Times(*self.native.times())

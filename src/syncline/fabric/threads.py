@@ -25,7 +25,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from syncline.collectives.schedule import Hosts, hosts_of_sizes
-from syncline.errors import ConfigError, Desync, PeerError
+from syncline.errors import ConfigError, Desync, FabricClosed, PeerError
+from syncline.fabric.base import NO_NOTE, Note
 from syncline.fabric.blame import Kind, culprit, peer_error
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.messages import MessageFabric
@@ -131,17 +132,28 @@ class ThreadGroup:
         self.channels = {(src, dst): Channel() for src in range(world) for dst in range(world)}
         self.waits_for: dict[int, int] = {}
         self.gone: set[int] = set()
+        self.notes = [NO_NOTE] * world
+        self.siblings: list[ThreadGroup] = []
         self.failure: PeerError | None = None
 
     def fabric(self, rank: int) -> ThreadsFabric:
         """One rank's end."""
         return ThreadsFabric(self, rank)
 
+    def sibling(self, number: int) -> ThreadGroup:
+        """Another group of the same ranks; the rank that comes first makes it."""
+        with self.lock:
+            if number == len(self.siblings):
+                self.siblings.append(ThreadGroup(self.world, self.hosts, self.faults, self.deadlines))
+            return self.siblings[number]
+
     def leave(self, rank: int) -> None:
         """A rank ends, one way or another; whoever waits for it is told."""
         with self.lock:
             self.gone.add(rank)
             self.notify_all()
+        for sibling in self.siblings:
+            sibling.leave(rank)
 
     def fail(self, rank: int, peer: int, during: str, waited_s: float) -> PeerError:
         """Blame someone, once: the first verdict is everyone's. The lock is held."""
@@ -222,9 +234,20 @@ class ThreadsFabric(MessageFabric):
             if (fault.rank, fault.call, fault.round) == (self.rank, self.calls, number):
                 fault.strike(self)
 
-    def close(self) -> None:
+    def write_note(self, note: Note) -> None:
+        self.group.notes[self.rank] = note
+
+    def note_of(self, rank: int) -> Note:
+        return self.group.notes[self._peer(rank)]
+
+    def _sibling(self) -> ThreadsFabric:
+        return self.group.sibling(len(self.siblings)).fabric(self.rank)
+
+    def _close(self, drain: bool) -> None:
+        if not drain:
+            self.group.leave(self.rank)
+        super()._close(drain)
         self.group.leave(self.rank)
-        super().close()
 
 
 class ThreadsPending:
@@ -262,6 +285,8 @@ class ThreadsPending:
         """Sleep until something changes; raise where it never will. The lock is held."""
         fabric, group = self.fabric, self.fabric.group
         left = until - time.monotonic()
+        if fabric.rank in group.gone:
+            raise FabricClosed("the fabric was closed while a call was under way")
         if group.failure is None and peer not in group.gone and left > 0:
             group.waits_for[fabric.rank] = peer
             group.wake[fabric.rank].wait(left)

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from syncline.collectives.execute import HALVES, Op, divided
 from syncline.errors import ConfigError, FabricError
+from syncline.fabric.base import Note
 from syncline.fabric.blame import Kind
+from syncline.fabric.board import Board
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
@@ -33,6 +35,7 @@ class TorchFabric(MessageFabric):
     def __init__(
         self, group: dist.ProcessGroup | None = None, deadlines: Deadlines | None = None, owns_group: bool = False
     ) -> None:
+        """`owns_group`: closing the fabric destroys the group."""
         if not dist.is_initialized():
             raise ConfigError("there is no process group; call syncline.init() or dist.init_process_group() first")
         chosen = group if group is not None else dist.group.WORLD
@@ -47,6 +50,7 @@ class TorchFabric(MessageFabric):
             self.device = torch.device("cuda", torch.cuda.current_device())
             self.receives_ahead = False
         self.inquest = Inquest(chosen, rank, world)
+        self.board = Board(chosen, rank)
         self.hosts = self._meet()
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> TorchPending:
@@ -111,13 +115,29 @@ class TorchFabric(MessageFabric):
             self.broken = verdict
         return self.broken
 
-    def close(self) -> None:
-        super().close()
+    def write_note(self, note: Note) -> None:
+        self.board.write(note)
+
+    def note_of(self, rank: int) -> Note:
+        return self.board.read(self._peer(rank))
+
+    def _sibling(self) -> TorchFabric:
+        ranks = dist.get_process_group_ranks(self.group)
+        patience = timedelta(seconds=self.deadlines.join)
+        group = dist.new_group(ranks, timeout=patience, backend=self.backend, use_local_synchronization=True)
+        return TorchFabric(group, self.deadlines, owns_group=True)
+
+    def _close(self, drain: bool) -> None:
+        if not drain and self.worker.busy():
+            self.inquest.give_up_connections()
+        super()._close(drain)
         # Torch ends the group's threads when the last reference goes, and must not find that one at exit.
-        vars(self).pop("group", None)
+        group = vars(self).pop("group", None)
         vars(self).pop("inquest", None)
+        if board := vars(self).pop("board", None):
+            board.close()
         if self.owns_group and dist.is_initialized():
-            dist.destroy_process_group()
+            dist.destroy_process_group(None if group is dist.group.WORLD else group)
         self.owns_group = False
 
 

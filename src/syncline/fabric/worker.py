@@ -13,6 +13,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
 from syncline.errors import FabricError
+from syncline.fabric.base import Times
 
 T = TypeVar("T")
 
@@ -26,35 +27,40 @@ class Worker:
         self.pool: ThreadPoolExecutor | None = None
         self.last: Future[object] | None = None
 
-    def submit(self, work: Callable[[], object], call: str, deadline_s: float) -> WorkerHandle:
+    def submit(self, work: Callable[[], Times], call: str, deadline_s: float) -> WorkerHandle:
         """Queue a call."""
         with self.lock:
             if self.pool is None:
                 self.pool = ThreadPoolExecutor(1, thread_name_prefix=self.name)
-            self.last = self.pool.submit(work)
-            return WorkerHandle(self.last, call, deadline_s)
+            future = self.pool.submit(work)
+            self.last = future  # type: ignore[assignment]
+            return WorkerHandle(future, call, deadline_s)
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """Carry out a call after those that are queued."""
         with self.lock:
-            if self.pool is None or self.last is None or self.last.done():
+            if self.pool is None or not self.busy():
                 return work()
             future = self.pool.submit(work)
             self.last = future  # type: ignore[assignment]
         return future.result()
 
-    def close(self) -> None:
-        """Let the thread end; calls that have not begun are dropped."""
+    def busy(self) -> bool:
+        """Whether calls are under way."""
+        return self.last is not None and not self.last.done()
+
+    def close(self, drain: bool) -> None:
+        """Let the thread end, after the calls that were submitted or without those that have not begun."""
         with self.lock:
             if self.pool is not None:
-                self.pool.shutdown(wait=True, cancel_futures=True)
+                self.pool.shutdown(wait=True, cancel_futures=not drain)
             self.pool = None
 
 
 class WorkerHandle:
     """A queued call."""
 
-    def __init__(self, future: Future[object], call: str, deadline_s: float) -> None:
+    def __init__(self, future: Future[Times], call: str, deadline_s: float) -> None:
         self.future = future
         self.call = call
         self.deadline_s = deadline_s
@@ -72,3 +78,7 @@ class WorkerHandle:
     def done(self) -> bool:
         """Whether it is over, one way or another."""
         return self.future.done()
+
+    def times(self) -> Times:
+        """When it happened."""
+        return self.future.result()

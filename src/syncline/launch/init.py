@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from datetime import timedelta
@@ -46,6 +47,7 @@ def init(backend: str = "auto", fabric: str = "auto", deadlines: Deadlines | Non
     if isinstance(joined, TorchFabric) and fabric != "torch":
         joined = share_memory(joined, required=fabric == "shm")
     use_in_process(joined)
+    atexit.register(joined.close, drain=False)
     return joined
 
 

@@ -1,0 +1,1 @@
+"""Which gradients travel together, the memory they live in, and when a full bucket leaves."""

@@ -1,0 +1,98 @@
+"""A bucket: gradients that travel together, as views of one flat buffer in memory that the fabric can reach.
+
+    values                                        flags                        verdict, in one bucket
+    gradient 0 | gradient 1 | ... | gradient k    one for each gradient        abandoned | rank 0 | rank 1 | ...
+
+The flags are 1 where this rank has that gradient and 0 where it has none; they are averaged along with the values, so a
+mean of 0 says that no rank had it, which costs no message. The verdict is what all ranks must know at the end of a
+pass: whether one of them gave it up, and which of them took part with data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from syncline.fabric.base import Fabric
+
+
+class Slot:
+    """One parameter's place in a bucket, and what has happened to its gradient in this pass."""
+
+    __slots__ = ("bucket", "expected", "fired", "is_sparse", "name", "parameter", "view")
+
+    view: Tensor
+    bucket: Bucket
+
+    def __init__(self, name: str, parameter: nn.Parameter, is_sparse: bool) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.is_sparse = is_sparse  # then it has no bucket
+        self.fired = 0  # gradients that came in this pass
+        self.expected = 1  # that come in a pass; more than one where parts of the graph have a backward of their own
+
+    def place(self) -> None:
+        """See that the gradient is in the bucket, and is what the optimizer will find."""
+        gradient = self.parameter.grad
+        if gradient is not self.view and gradient is not None:
+            self.view.copy_(gradient.to_dense() if gradient.is_sparse else gradient.detach())
+            self.parameter.grad = self.view
+
+
+class Bucket:
+    """Gradients that travel together."""
+
+    def __init__(self, fabric: Fabric, number: int, slots: Sequence[Slot], has_verdict: bool) -> None:
+        dtype = slots[0].parameter.dtype if slots else torch.float32
+        numel = sum(slot.parameter.numel() for slot in slots)
+        self.number = number  # the order in which buckets leave
+        self.slots = slots
+        self.flat = fabric.buffer(numel + len(slots) + (1 + fabric.world) * has_verdict, dtype)
+        self.values = self.flat[:numel]
+        self.flags = self.flat[numel : numel + len(slots)]
+        self.verdict = self.flat[numel + len(slots) :]
+        self.missing = 0  # gradients that are still to come
+        start = 0
+        for slot in slots:
+            slot.bucket = self
+            slot.view = view_like(self.values[start : start + slot.parameter.numel()], slot.parameter)
+            start += slot.parameter.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Of the gradients."""
+        return self.values.nbytes
+
+    def fill(self) -> None:
+        """Take in what has not been placed by its hook; a gradient that is not there counts as zero."""
+        present = []
+        for slot in self.slots:
+            slot.place()
+            present.append(slot.parameter.grad is not None)
+            if not present[-1]:
+                slot.view.zero_()
+        self.flags.copy_(torch.tensor(present))
+
+    def fill_with_nothing(self) -> None:
+        """What a rank contributes that has no data."""
+        self.flat.zero_()
+
+    def hand_out(self) -> None:
+        """Give a gradient that this rank did not have, but another one did, to its parameter."""
+        absent = [position for position, slot in enumerate(self.slots) if slot.parameter.grad is None]
+        if absent:
+            somewhere = self.flags.tolist()
+            for position in absent:
+                if somewhere[position] > 0:
+                    self.slots[position].parameter.grad = self.slots[position].view
+
+
+def view_like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """Flat memory in the shape of a parameter, with its strides where they leave no gaps, as optimizers like it."""
+    shape, strides = parameter.shape, parameter.stride()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if parameter.numel() and not parameter.is_contiguous() and extent == parameter.numel():
+        return flat.as_strided(shape, strides)
+    return flat.view(shape)

@@ -1,0 +1,42 @@
+"""Sparse gradients: every rank's entries are gathered, and added where they meet.
+
+Ranks have different numbers of entries, so these are gathered first, and everyone sends as many as the one that has
+most. Wire: W times the largest number of entries, each an index and a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from syncline.fabric.base import Fabric
+
+NOTHING = -1  # entries of a rank that had no gradient
+
+
+def average_sparse(fabric: Fabric, parameter: nn.Parameter, present: bool = True) -> None:
+    """Replace a sparse gradient by its mean over ranks. None stays None where no rank had one."""
+    gradient = parameter.grad if present else None
+    mine = None if gradient is None else gradient.detach().coalesce()
+    entries = NOTHING if mine is None else mine._nnz()
+    counts = fabric.all_gather(torch.tensor([entries], device=fabric.device)).flatten().tolist()
+    most = max(counts)
+    if most == NOTHING:
+        return
+    indices = torch.zeros(most, dtype=torch.int64, device=fabric.device)
+    values = torch.zeros(most, *parameter.shape[1:], dtype=parameter.dtype, device=fabric.device)
+    if mine is not None:
+        indices[:entries] = mine.indices()[0]
+        values[:entries] = mine.values()
+    all_indices, all_values = fabric.all_gather(indices), fabric.all_gather(values)
+    if present:
+        parameter.grad = mean_of_entries(counts, all_indices, all_values, parameter)
+
+
+def mean_of_entries(counts: list[int], indices: Tensor, values: Tensor, parameter: Tensor) -> Tensor:
+    """The sum in order of rank, divided by their number."""
+    kept = [(indices[rank, : max(count, 0)], values[rank, : max(count, 0)]) for rank, count in enumerate(counts)]
+    where = torch.cat([some for some, _ in kept])
+    what = torch.cat([some for _, some in kept])
+    total = torch.sparse_coo_tensor(where.unsqueeze(0), what, parameter.shape, check_invariants=False)
+    return (total.coalesce() / len(counts)).coalesce()

@@ -1,0 +1,67 @@
+"""What each rank says of itself, in the process group's store, where the others find it even when it is stopped.
+
+A note is written to the store by a thread of its own, at most once a second and only when it has changed, so that
+writing one costs the rank nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from contextlib import suppress
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from syncline.fabric.base import NO_NOTE, Note
+
+EVERY_S = 1.0
+READING_S = 2.0  # the store may be on the rank that is stopped
+
+
+class Board:
+    """One rank's end of it."""
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self.store = PrefixStore("syncline/board", group.get_group_store())
+        self.rank = rank
+        self.note = NO_NOTE
+        self.closing = threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def write(self, note: Note) -> None:
+        """Remember it; the thread will find it."""
+        self.note = note
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._publish, name=f"rank {self.rank} writes notes", daemon=True)
+            self.thread.start()
+
+    def read(self, rank: int) -> Note:
+        """The last note of a rank that reached the store."""
+        if rank == self.rank:
+            return self.note
+        found: list[Note] = []
+        asking = threading.Thread(target=self._ask, args=(rank, found), daemon=True)
+        asking.start()
+        asking.join(READING_S)
+        return found[0] if found else NO_NOTE
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self.closing.set()
+        if self.thread is not None:
+            self.thread.join(READING_S)
+
+    def _ask(self, rank: int, found: list[Note]) -> None:
+        with suppress(RuntimeError):
+            if self.store.check([str(rank)]):
+                first, second, third, fourth = json.loads(self.store.get(str(rank)))
+                found.append((first, second, third, fourth))
+
+    def _publish(self) -> None:
+        written = NO_NOTE
+        with suppress(RuntimeError):  # the store is gone: there is nobody to tell
+            while not self.closing.wait(EVERY_S):
+                if (note := self.note) != written:
+                    self.store.set(str(self.rank), json.dumps(note))
+                    written = note

@@ -1,0 +1,71 @@
+"""Gradients that are not finite: all ranks skip the step together, and give up after too many in a row.
+
+The mean over ranks has the same bits everywhere, and a NaN or an infinity on any rank is in it, so every rank comes to
+the same verdict without asking. A sum that is finite has only finite terms: that is one fast pass over a bucket.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from syncline.errors import NonFiniteGradient
+
+log = logging.getLogger(__name__)
+Policy = Literal["skip", "raise", "ignore"]
+POLICIES: tuple[Policy, ...] = ("skip", "raise", "ignore")
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    if torch.isfinite(values.sum(dtype=wide)).item():
+        return True
+    return bool(torch.isfinite(values).all())
+
+
+class Skipping:
+    """Counts the steps that are skipped in a row."""
+
+    def __init__(self, policy: Policy, most_in_a_row: int) -> None:
+        self.policy = policy
+        self.most_in_a_row = most_in_a_row
+        self.in_a_row = 0
+
+    def judge(self, reason: str) -> bool:
+        """Whether to skip the step, given what is wrong with it, or nothing."""
+        if not reason:
+            self.in_a_row = 0
+            return False
+        self.in_a_row += 1
+        if self.policy == "raise" or self.in_a_row > self.most_in_a_row:
+            raise NonFiniteGradient(
+                f"{reason}; that makes {self.in_a_row} steps in a row. The parameters are those before the step. "
+                f"Lower the learning rate, scale the loss, or look at the batch"
+            )
+        log.warning("%s: every rank skips this step (%d in a row)", reason, self.in_a_row)
+        return True
+
+
+class WithheldGradients:
+    """Takes the gradients from an optimizer for the time of one step, which then changes nothing."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def withhold(self, parameters: Iterable[Tensor]) -> None:
+        """Before the step."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self.kept.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def give_back(self) -> None:
+        """After it."""
+        for parameter, gradient in self.kept:
+            parameter.grad = gradient
+        self.kept.clear()

@@ -1,0 +1,58 @@
+"""Why a bucket did not arrive: who did not send it, what is in it, how far that rank came, and what that suggests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncline.errors import PeerError, PeerLost
+from syncline.fabric.base import Note
+
+SHOWN = 3  # parameter names
+
+
+def explain(error: PeerError, step: int, bucket: int, buckets: Sequence[Sequence[str]], note: Note) -> PeerError:
+    """The same error, with what is known of the rank that is to blame. Buckets are lists of parameter names.
+
+    A note is: the step the rank was in, how many of its buckets it had sent, the number of parameters whose gradients
+    it had by then, and 1 while it is in its backward pass.
+    """
+    their_step, sent, _, computing = note
+    names = buckets[bucket]
+    lines = [
+        f"rank {error.rank} never produced bucket {bucket} of step {step} ({some(names)})",
+        last_produced(error.rank, step, their_step, sent, buckets),
+        f"likely: {cause(error, step, their_step, sent, bool(computing), names)}",
+    ]
+    return type(error)(error.rank, "; ".join(lines) + f". [{error.message}]")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few names."""
+    if not names:
+        return "no parameters"
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest
+
+
+def last_produced(rank: int, step: int, their_step: int, sent: int, buckets: Sequence[Sequence[str]]) -> str:
+    """How far it came."""
+    if not their_step:
+        return f"rank {rank} has produced nothing yet"
+    if not sent:
+        return f"the last that rank {rank} finished is step {their_step - 1}; of step {their_step} it sent nothing"
+    return f"the last it produced is bucket {sent - 1} of step {their_step} ({some(buckets[sent - 1])})"
+
+
+def cause(error: PeerError, step: int, their_step: int, sent: int, computing: bool, names: Sequence[str]) -> str:
+    """The most likely reason."""
+    if isinstance(error, PeerLost):
+        return "its process died; look at what it printed last, and at the kernel's log for a lack of memory"
+    if their_step < step:
+        return (
+            "it never began this backward pass: it left the loop earlier (fewer batches: use sync.join()), took "
+            "another branch, or waits for its data"
+        )
+    if computing:
+        first = names[0] if names else "the next gradient"
+        return f"it is stuck or stopped in its backward pass before {first}, or took a branch that the others did not"
+    return "it is stopped, or in a computation that takes longer than the deadline"

@@ -1,0 +1,117 @@
+"""Making replicas equal: what ranks have in common is compared, and the state of one of them is given to all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import unified_diff
+
+import torch
+from torch import Tensor, nn
+
+from syncline.errors import LayoutMismatch
+from syncline.fabric.base import Fabric
+
+AT_A_TIME_BYTES = 25 << 20
+WORD_BYTES = 8
+
+
+def compare_layouts(fabric: Fabric, lines: Sequence[str]) -> None:
+    """Raise `LayoutMismatch` on every rank, with what differs, unless all ranks have the same."""
+    text = "\n".join(lines)
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    digests = fabric.all_gather(torch.tensor([digest], device=fabric.device)).flatten().tolist()
+    if len(set(digests)) == 1:
+        return
+    texts = gather_texts(fabric, text)
+    others = [rank for rank, theirs in enumerate(texts) if theirs != texts[0]]
+    shown = others[0]
+    difference = list(
+        unified_diff(texts[0].splitlines(), texts[shown].splitlines(), "rank 0", f"rank {shown}", lineterm="", n=1)
+    )
+    raise LayoutMismatch(
+        f"ranks {others} differ from rank 0, so nothing was synchronized. What rank {shown} has:\n"
+        + "\n".join(difference[:60])
+        + "\nBuild the same model with the same settings on every rank."
+    )
+
+
+def gather_texts(fabric: Fabric, text: str) -> list[str]:
+    """Everyone's text."""
+    mine = text.encode()
+    lengths = fabric.all_gather(torch.tensor([len(mine)], device=fabric.device)).flatten().tolist()
+    words = torch.zeros(max(lengths), dtype=torch.int32)
+    words[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else words[:0]
+    gathered = fabric.all_gather(words.to(fabric.device)).cpu()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(gathered, lengths, strict=True)]
+
+
+def broadcast_tensors(fabric: Fabric, tensors: Iterable[Tensor], root: int = 0) -> None:
+    """Give the tensors of one rank to all, whatever their dtypes and layouts, many in one message."""
+    for batch in batches(tensors):
+        packed = pack(batch).to(fabric.device)
+        fabric.broadcast(packed, root)
+        if fabric.rank != root:
+            unpack(packed.cpu() if batch[0].device.type == "cpu" else packed, batch)
+
+
+def batches(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that fit in one message, on one device."""
+    batch: list[Tensor] = []
+    for tensor in tensors:
+        full = sum(one.nbytes for one in batch) + tensor.nbytes > AT_A_TIME_BYTES
+        if batch and (full or batch[0].device != tensor.device):
+            yield batch
+            batch = []
+        batch.append(tensor)
+    if batch:
+        yield batch
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """The bytes of tensors as whole words, which every fabric can send."""
+    rows = [padded(tensor.data.contiguous().view(-1).view(torch.uint8)) for tensor in tensors if tensor.numel()]
+    return torch.cat(rows).view(torch.int64) if rows else torch.zeros(0, dtype=torch.int64)
+
+
+def padded(row: Tensor) -> Tensor:
+    """Bytes up to a whole number of words."""
+    return torch.cat([row, row.new_zeros(-row.numel() % WORD_BYTES)])
+
+
+def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write what was packed into tensors of the same kinds. Autograd is not told: the values belong there."""
+    row = packed.view(torch.uint8)
+    start = 0
+    for tensor in tensors:
+        if tensor.numel():
+            piece = row[start : start + tensor.nbytes].clone()  # aligned as its dtype needs it
+            tensor.data.copy_(piece.view(tensor.dtype).view(tensor.shape))
+            start += tensor.nbytes + -tensor.nbytes % WORD_BYTES
+
+
+def average_buffers(fabric: Fabric, buffers: Sequence[Tensor], root: int) -> None:
+    """The mean of floating-point buffers; counters and masks are those of one rank."""
+    for buffer in buffers:
+        if buffer.is_floating_point():
+            mean = buffer.data.clone()
+            fabric.all_reduce(mean, op="mean")
+            buffer.data.copy_(mean)
+    broadcast_tensors(fabric, [buffer for buffer in buffers if not buffer.is_floating_point()], root)
+
+
+def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[int, str, Tensor]]:
+    """The tensors of optimizer states, in the order of their parameters: its position, the name in the state, it."""
+    position = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                for name in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
+                    yield position, name, state[name]
+                position += 1
+
+
+def model_tensors(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers."""
+    return [*model.parameters(), *model.buffers()]

@@ -1,0 +1,278 @@
+"""`Sync`: the one line that keeps replicas in step.
+
+    sync = syncline.Sync(model, optimizer)
+
+It stands between `backward()` and `optimizer.step()`, through hooks of both, and holds no algorithm: buckets
+(`buckets/`), the path of each (`pipeline.py`), what keeps a run safe (`guards/`) and what it cost (`tracing/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.buckets.parameters import Named, check_parameters, describe_layout, parameters_of, sparse_names
+from syncline.buckets.reducer import Reducer, Verdict
+from syncline.current import current
+from syncline.errors import ConfigError, UnknownName
+from syncline.fabric.base import Fabric
+from syncline.guards.divergence import compare_replicas
+from syncline.guards.finite import POLICIES, Policy, Skipping, WithheldGradients, is_finite
+from syncline.pipeline import Pipeline
+from syncline.replicas import average_buffers, broadcast_tensors, compare_layouts, model_tensors, optimizer_tensors
+from syncline.tracing.spans import Recorder
+from syncline.tracing.totals import Totals, mean_totals
+from syncline.units import MIB
+
+Buffers = Literal["broadcast", "average", "local"]
+BUFFERS: tuple[Buffers, ...] = ("broadcast", "average", "local")
+DIVISORS = ("world", "active")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that can be chosen; all ranks choose the same."""
+
+    collective: str  # who sends what to whom
+    bucket_bytes: int  # larger has fewer messages, smaller starts earlier
+    first_bucket_bytes: int  # small, so that communication starts early
+    accumulate: int  # backward passes per optimizer step; gradients add up, as they do in torch
+    buffers: Buffers  # of modules, such as BatchNorm's statistics
+    nonfinite: Policy  # what to do about NaN and infinity: skip the step, raise, or ignore
+    most_skips: int  # in a row, before it is an error
+    check_every: int  # compare replicas bit by bit every so many steps; 0 is never
+
+    def __post_init__(self) -> None:
+        for name, least in (("bucket_bytes", 1), ("first_bucket_bytes", 1), ("accumulate", 1), ("check_every", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} is less than {least}")
+        if self.buffers not in BUFFERS:
+            raise UnknownName("buffers", self.buffers, BUFFERS)
+        if self.nonfinite not in POLICIES:
+            raise UnknownName("nonfinite", self.nonfinite, POLICIES)
+
+
+class Sync:
+    """Keeps the replicas of a model in step.
+
+    Every rank builds the same model and optimizer, and then this. Parameters and buffers are those of rank 0 from here
+    on; when `backward()` returns, gradients are means over ranks, so that clipping sees what the optimizer will use.
+    Settings are those of `Settings`; `fabric` is one from `run` or `init`, or `"auto"` for the current one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        fabric: Fabric | str = "auto",
+        collective: str = "auto",
+        bucket_bytes: int = 25 * MIB,
+        first_bucket_bytes: int = MIB,
+        accumulate: int = 1,
+        buffers: Buffers = "broadcast",
+        nonfinite: Policy = "skip",
+        most_skips: int = 10,
+        check_every: int = 0,
+    ) -> None:
+        self.model = model
+        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.settings = Settings(
+            collective=collective,
+            bucket_bytes=bucket_bytes,
+            first_bucket_bytes=first_bucket_bytes,
+            accumulate=accumulate,
+            buffers=buffers,
+            nonfinite=nonfinite,
+            most_skips=most_skips,
+            check_every=check_every,
+        )
+        self.recorder = Recorder()
+        self.skipping = Skipping(self.settings.nonfinite, self.settings.most_skips)
+        self.withheld = WithheldGradients()
+        self.problem = ""  # with the gradients at hand, the same on every rank
+        self.divide_by: Literal["world", "active"] = "world"
+        self.last_active = 0  # the lowest rank that took part with data in the last pass of any
+        named = parameters_of(model)
+        check_request(named, self.optimizers)
+        given = find_fabric(fabric)
+        check_parameters(named, given.device)
+        self.fabric: Fabric | None = None
+        self.reducer: Reducer | None = None
+        if given.world > 1:
+            self._join_others(given, named)
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
+        self._hooks += [optimizer.register_step_post_hook(self._after_step) for optimizer in self.optimizers]
+        self.recorder.begin(monotonic_ns())
+
+    def _join_others(self, given: Fabric, named: Named) -> None:
+        """Compare with the other ranks, start from the state of rank 0, and watch gradients."""
+        fabric = given.sibling()
+        compare_layouts(fabric, describe_layout(named, self.model.named_buffers(), [f"settings {self.settings}"]))
+        broadcast_tensors(fabric, model_tensors(self.model))
+        self.fabric = fabric
+        self.reducer = Reducer(
+            fabric,
+            Pipeline(fabric, self.settings.collective, self.recorder),
+            named,
+            sparse_names(self.model),
+            self.settings.first_bucket_bytes,
+            self.settings.bucket_bytes,
+            self.settings.accumulate,
+            self._at_the_end_of_a_pass,
+        )
+
+    # What the user calls
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes that begin inside accumulate gradients on this rank alone. The next one outside sends all."""
+        if self.reducer is None:
+            yield
+            return
+        before, self.reducer.is_paused = self.reducer.is_paused, True
+        try:
+            yield
+        finally:
+            self.reducer.is_paused = before
+
+    def wait(self) -> None:
+        """Average gradients that only this rank has, now and not at the next step. All ranks call it."""
+        if self.reducer is not None and self.reducer.has_unsent:
+            self.reducer.synchronize()
+
+    @contextmanager
+    def join(self, divide_by: Literal["world", "active"] = "world") -> Iterator[None]:
+        """For loops with different numbers of batches: a rank that is done keeps the others company.
+
+        Gradients are divided by the number of all ranks, or of those that still have data (`"active"`). At the end
+        every rank has the parameters, buffers and optimizer state of one that trained to the last.
+        """
+        if divide_by not in DIVISORS:
+            raise UnknownName("divide_by", divide_by, DIVISORS)
+        if self.reducer is None or self.fabric is None:
+            yield
+            return
+        self.divide_by = divide_by
+        yield
+        while self.reducer.keep_company().active:
+            pass
+        self.divide_by = "world"
+        self._take_state_of(self.last_active)
+
+    def report(self, last: int = 100) -> Totals:
+        """What the last steps cost: compute, hidden and exposed communication, waiting for others."""
+        return mean_totals(list(self.recorder.steps)[-last:])
+
+    @property
+    def buckets(self) -> list[list[str]]:
+        """The names of the parameters in each bucket, in the order in which buckets leave."""
+        if self.reducer is None:
+            return []
+        return [[slot.name for slot in slots] for slots in self.reducer.planned()]
+
+    def close(self) -> None:
+        """Let go of the model and the optimizer, which stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self.reducer is not None and self.fabric is not None:
+            self.reducer.close()
+            self.fabric.close()
+
+    # What happens by itself
+
+    def _at_the_end_of_a_pass(self, verdict: Verdict) -> None:
+        """All that ranks say to each other besides gradients; every rank comes by here in every pass."""
+        assert self.reducer is not None
+        assert self.fabric is not None
+        root = self.last_active = verdict.active[0] if verdict.active else self.last_active
+        buffers = [buffer for buffer in self.model.buffers() if buffer.numel()]
+        if self.settings.buffers == "broadcast":
+            broadcast_tensors(self.fabric, buffers, root)
+        elif self.settings.buffers == "average":
+            average_buffers(self.fabric, buffers, root)
+        if self.divide_by == "active" and verdict.active:
+            self.reducer.scale(self.fabric.world / len(verdict.active))
+        if self.settings.check_every and self.reducer.passes % self.settings.check_every == 0:
+            compare_replicas(self.fabric, self._replicated(), f"before step {self.reducer.passes}")
+        self.problem = "a rank failed in its backward pass" if verdict.failed else self._what_is_not_finite()
+
+    def _what_is_not_finite(self) -> str:
+        """Which gradients are NaN or infinite; empty if none is."""
+        if self.settings.nonfinite == "ignore" or self.reducer is None:
+            return ""
+        for bucket in self.reducer.buckets:
+            if not is_finite(bucket.values):
+                bad = [slot.name for slot in bucket.slots if not is_finite(slot.view)]
+                return f"the gradient of {bad[0] if bad else 'a parameter'} is not finite"
+        for slot in self.reducer.sparse:
+            gradient = slot.parameter.grad
+            if gradient is not None and not is_finite(gradient.coalesce().values()):
+                return f"the gradient of {slot.name} is not finite"
+        return ""
+
+    def _replicated(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that must be equal on all ranks, by name."""
+        named = parameters_of(self.model)
+        names = {id(parameter): name for name, parameter in named}
+        yield from named
+        everything = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        for position, what, tensor in optimizer_tensors(self.optimizers):
+            yield f"optimizer state {what} of {names.get(id(everything[position]), f'parameter {position}')}", tensor
+
+    def _take_state_of(self, root: int) -> None:
+        """Give everyone what one rank has."""
+        assert self.fabric is not None
+        state = [tensor for _, _, tensor in optimizer_tensors(self.optimizers)]
+        sizes = self.fabric.all_gather(torch.tensor([len(state)], device=self.fabric.device)).flatten().tolist()
+        broadcast_tensors(self.fabric, model_tensors(self.model), root)
+        if len(set(sizes)) == 1:
+            broadcast_tensors(self.fabric, state, root)
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Nothing but synchronized, finite gradients reach the optimizer."""
+        if self.reducer is not None:
+            self.reducer.before_step()
+        if self.skipping.judge(self.problem):
+            self.withheld.withhold(p for group in optimizer.param_groups for p in group["params"])
+
+    def _after_step(self, *_: object) -> None:
+        skipped = bool(self.problem)
+        self.withheld.give_back()
+        self.problem = ""
+        if self.reducer is not None:
+            self.reducer.after_step()
+        self.recorder.end_step(monotonic_ns(), skipped)
+
+
+def find_fabric(fabric: Fabric | str) -> Fabric:
+    """The one that was given, the current one, or the one that `init` finds."""
+    if isinstance(fabric, Fabric):
+        return fabric
+    if fabric not in ("auto", "shm", "torch"):
+        raise UnknownName("fabric", fabric, ("auto", "shm", "torch"))
+    found = current() if fabric == "auto" else None
+    if found is not None:
+        return found
+    from syncline.launch import init
+
+    return init(fabric=fabric)
+
+
+def check_request(named: Named, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse what makes no sense before anything is sent."""
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise ConfigError("no parameter of the model needs a gradient, so there is nothing to synchronize")
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} is not a torch.optim.Optimizer, so its step cannot be watched"
+            )

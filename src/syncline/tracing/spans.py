@@ -1,0 +1,52 @@
+"""Spans at the seams of the pipeline, in nanoseconds of `time.monotonic_ns`.
+
+ready             began          met                  ended           waited_from        waited_to
+last gradient     its turn       all ranks have       the mean is     the rank has       and goes on
+was there         has come       arrived              there           nothing else
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+
+class BucketSpan(NamedTuple):
+    """One bucket in one pass."""
+
+    bucket: int
+    nbytes: int
+    ready_ns: int
+    began_ns: int
+    met_ns: int
+    ended_ns: int
+    waited_from_ns: int
+    waited_to_ns: int
+
+
+class StepSpan(NamedTuple):
+    """From the end of one optimizer step to the end of the next."""
+
+    began_ns: int
+    ended_ns: int
+    skipped: bool
+    buckets: tuple[BucketSpan, ...]
+
+
+class Recorder:
+    """Keeps the spans of the last steps."""
+
+    def __init__(self, steps: int = 1000) -> None:
+        self.steps: deque[StepSpan] = deque(maxlen=steps)
+        self.buckets: list[BucketSpan] = []
+        self.began_ns = 0
+
+    def begin(self, now_ns: int) -> None:
+        """The first step begins."""
+        self.began_ns = now_ns
+
+    def end_step(self, now_ns: int, skipped: bool) -> None:
+        """A step is over, and the next one begins."""
+        self.steps.append(StepSpan(self.began_ns, now_ns, skipped, tuple(self.buckets)))
+        self.buckets.clear()
+        self.began_ns = now_ns
