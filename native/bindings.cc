@@ -168,6 +168,7 @@ void bind_group(nb::module_& m) {
 
 NB_MODULE(_native, m) {
   m.doc() = "The native core of syncline.";
+  nb::set_leak_warnings(false);  // a group that lives until the interpreter ends is no leak
   nb::register_exception_translator(translate);
 
   m.def("build_info", [] {

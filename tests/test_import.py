@@ -105,7 +105,14 @@ FORBIDDEN = {
     "fabric": {"launch", "current", "bench", "cli"},
     "current.py": {"launch", "bench", "cli"},
     "launch": {"bench", "cli"},
-    "__init__.py": {"bench", "cli"},
+    "tracing": {"fabric", "buckets", "guards", "pipeline", "sync", "launch", "current", "bench", "cli"},
+    "guards": {"buckets", "pipeline", "sync", "launch", "current", "bench", "cli"},
+    "buckets": {"sync", "launch", "current", "bench", "cli"},
+    "pipeline.py": {"guards", "sync", "launch", "current", "bench", "cli"},
+    "replicas.py": {"buckets", "guards", "pipeline", "sync", "launch", "current", "bench", "cli"},
+    "sync.py": {"bench", "cli"},
+    "workloads": {"fabric", "buckets", "sync", "launch", "current", "bench", "cli"},
+    "__init__.py": {"bench", "cli", "workloads"},
     "bench": {"cli"},
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic_ns
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -67,6 +67,8 @@ class Sync:
     Settings are those of `Settings`; `fabric` is one from `run` or `init`, or `"auto"` for the current one.
     """
 
+    least_world: ClassVar[int] = 2  # ranks from which on there is anything to synchronize
+
     def __init__(
         self,
         model: nn.Module,
@@ -106,7 +108,7 @@ class Sync:
         check_parameters(named, given.device)
         self.fabric: Fabric | None = None
         self.reducer: Reducer | None = None
-        if given.world > 1:
+        if given.world >= self.least_world:
             self._join_others(given, named)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
         self._hooks += [optimizer.register_step_post_hook(self._after_step) for optimizer in self.optimizers]

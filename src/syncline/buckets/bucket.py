@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from syncline.fabric.base import Fabric
 
+SMALL_BYTES = 64 << 10  # a gradient up to this size is placed together with others
+
 
 class Slot:
     """One parameter's place in a bucket, and what has happened to its gradient in this pass."""
 
-    __slots__ = ("bucket", "expected", "fired", "is_sparse", "name", "parameter", "view")
+    __slots__ = ("bucket", "expected", "fired", "is_small", "is_sparse", "name", "parameter", "view")
 
     view: Tensor
     bucket: Bucket
@@ -30,6 +32,7 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.is_sparse = is_sparse  # then it has no bucket
+        self.is_small = parameter.nbytes <= SMALL_BYTES
         self.fired = 0  # gradients that came in this pass
         self.expected = 1  # that come in a pass; more than one where parts of the graph have a backward of their own
 
@@ -49,6 +52,7 @@ class Bucket:
         numel = sum(slot.parameter.numel() for slot in slots)
         self.number = number  # the order in which buckets leave
         self.slots = slots
+        self.small = [slot for slot in slots if slot.is_small]
         self.flat = fabric.buffer(numel + len(slots) + (1 + fabric.world) * has_verdict, dtype)
         self.values = self.flat[:numel]
         self.flags = self.flat[numel : numel + len(slots)]
@@ -64,6 +68,19 @@ class Bucket:
     def nbytes(self) -> int:
         """Of the gradients."""
         return self.values.nbytes
+
+    def place_small(self) -> None:
+        """Place all small gradients in one call: one by one, the calls would cost more than the copies."""
+        moved = [slot for slot in self.small if slot.parameter.grad is not slot.view]
+        gradients = [slot.parameter.grad for slot in moved]
+        if any(gradient is None or gradient.is_sparse for gradient in gradients):
+            for slot in moved:
+                slot.place()
+        elif moved:
+            with torch.no_grad():
+                torch._foreach_copy_([slot.view for slot in moved], gradients)  # type: ignore[arg-type]
+            for slot in moved:
+                slot.parameter.grad = slot.view
 
     def fill(self) -> None:
         """Take in what has not been placed by its hook; a gradient that is not there counts as zero."""

@@ -152,7 +152,8 @@ class Reducer:
         elif slot.fired > slot.expected:
             self.came_again(slot, current)
         elif slot.fired == slot.expected and not slot.is_sparse:
-            slot.place()
+            if not slot.is_small:
+                slot.place()
             slot.bucket.missing -= 1
             if not slot.bucket.missing:
                 self.send_full_buckets(current)
@@ -185,7 +186,6 @@ class Reducer:
         """More gradients than in the first pass; too late if the bucket has left, because it would be torn."""
         if slot.is_sparse or slot.bucket.number >= current.next_bucket:
             slot.expected = slot.fired
-            slot.place()
             return
         raise LateGradient(
             f"{slot.name} received gradient {slot.fired} of this pass after its bucket had left; in the first pass "
@@ -197,6 +197,7 @@ class Reducer:
         """In the agreed order, as far as they are full."""
         while current.next_bucket < len(self.buckets) and not self.buckets[current.next_bucket].missing:
             bucket = self.buckets[current.next_bucket]
+            bucket.place_small()
             bucket.flags.fill_(1)
             self.send(bucket, current)
 

@@ -1,0 +1,206 @@
+"""Training steps of several contenders on the same ranks: no synchronization, DDP over Gloo, and ours.
+
+Contenders take turns, a few steps each, so that a slow moment of the machine hits all of them alike. All start from the
+same weights and see the same batches; at the end those that synchronize must have the same weights, to rounding, or
+their times mean nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from syncline.errors import SynclineError
+from syncline.fabric.base import Fabric
+from syncline.fabric.torch import TorchFabric
+from syncline.launch import run
+from syncline.launch.init import share_memory
+from syncline.sync import Sync
+from syncline.workloads.gpt import SHAPES, make_gpt
+from syncline.workloads.mlp import make_mlp
+from syncline.workloads.text import Batches, standard_library
+
+Name = Literal["alone", "ddp", "syncline", "syncline over gloo"]
+NAMES: tuple[Name, ...] = ("alone", "ddp", "syncline", "syncline over gloo")
+Step = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[nn.Module], Optimizer]
+    loss: Callable[[nn.Module], Callable[[int, int], Tensor]]  # of a step on a rank
+
+
+def gpt_workload(size: str, batch: int) -> Workload:
+    """A GPT on the text of the standard library, with AdamW."""
+    shape = SHAPES[size]
+
+    def loss(model: nn.Module) -> Callable[[int, int], Tensor]:
+        batches = Batches(standard_library(), shape.context, batch)
+
+        def of(step: int, rank: int) -> Tensor:
+            text = batches.of(step, rank)
+            logits = model(text[:, :-1])
+            return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+
+        return of
+
+    return Workload(f"GPT of {size}, batch {batch}", partial(make_gpt, shape), adamw, loss)
+
+
+def mlp_workload(batch: int) -> Workload:
+    """More communication than computation."""
+
+    def loss(model: nn.Module) -> Callable[[int, int], Tensor]:
+        def of(step: int, rank: int) -> Tensor:
+            generator = torch.Generator().manual_seed(1000 * step + rank)
+            x = torch.randn(batch, 2304, generator=generator)
+            result: Tensor = model(x).square().mean()
+            return result
+
+        return of
+
+    return Workload(f"MLP of 37 M, batch {batch}", make_mlp, sgd, loss)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """As people train transformers."""
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """The cheapest one."""
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "gpt": partial(gpt_workload, "20M", 8),
+    "mlp": partial(mlp_workload, 4),
+}
+
+
+class Contender:
+    """One way to train, on one rank."""
+
+    def __init__(self, name: Name, workload: Workload, fabrics: dict[str, Fabric]) -> None:
+        self.rank = fabrics["torch"].rank
+        self.model = workload.model()
+        self.optimizer = workload.optimizer(self.model)
+        trained: nn.Module = self.model
+        self.sync: Sync | None = None
+        if name == "ddp":
+            trained = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+        elif name == "syncline":
+            self.sync = Sync(self.model, self.optimizer, fabric=fabrics["shm"])
+        elif name == "syncline over gloo":
+            self.sync = Sync(self.model, self.optimizer, fabric=fabrics["torch"], collective="auto")
+        self.loss = workload.loss(trained)
+
+    def step(self, number: int) -> None:
+        """One step, as a user writes it."""
+        self.optimizer.zero_grad()
+        torch.autograd.backward(self.loss(number, self.rank))
+        self.optimizer.step()
+
+
+def time_training(
+    fabric: Fabric, workload: str, names: Sequence[Name], repeats: int, steps: int
+) -> dict[str, list[float]]:
+    """On one rank: the seconds per step of every turn of each contender. The first turn warms up."""
+    assert isinstance(fabric, TorchFabric)
+    fabrics: dict[str, Fabric] = {"torch": fabric, "shm": share_memory(fabric)}
+    what = WORKLOADS[workload]()
+    contenders = {name: Contender(name, what, fabrics) for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(repeats + 1):
+        for name, contender in contenders.items():
+            fabric.barrier()
+            started = time.perf_counter()
+            for number in range(turn * steps, (turn + 1) * steps):
+                contender.step(number)
+            if turn:
+                seconds[name].append((time.perf_counter() - started) / steps)
+    check_weights({name: contender.model for name, contender in contenders.items() if name != "alone"})
+    return seconds
+
+
+def check_weights(models: dict[Name, nn.Module]) -> None:
+    """All that synchronize have the same weights, to rounding."""
+    names = list(models)
+    for name in names[1:]:
+        for first, other in zip(models[names[0]].parameters(), models[name].parameters(), strict=True):
+            error = float((first - other).norm() / first.norm().clamp(min=1e-12))
+            if error > 1e-3:
+                raise SynclineError(
+                    f"{name} has other weights than {names[0]} (by {error:.1e}), so its time means nothing"
+                )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """What a step took with one contender."""
+
+    workload: str
+    contender: str
+    median_s: float
+    added_s: float  # to a step without synchronization
+    added_share: float
+    faster_than_ddp: float
+
+
+def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int = 7, steps: int = 3) -> list[StepTime]:
+    """Two ranks on this machine, one thread each."""
+    work = partial(time_training, workload=workload, names=names, repeats=repeats, steps=steps)
+    by_rank = run(work, ranks=2, fabric="torch")
+    slowest = {
+        name: [max(pair) for pair in zip(*(of_rank[name] for of_rank in by_rank), strict=True)] for name in names
+    }
+    medians = {name: median(times) for name, times in slowest.items()}
+    alone, ddp = medians.get("alone", 0.0), medians.get("ddp", 0.0)
+    title = WORKLOADS[workload]().name
+    return [
+        StepTime(title, name, taken, taken - alone, (taken - alone) / alone if alone else 0.0, ddp / taken)
+        for name, taken in medians.items()
+    ]
+
+
+# What it costs in memory, and in a world of one
+
+
+def peak_memory(name: Name, workload: str = "gpt") -> int:
+    """The most memory that a rank had while it trained, above what it had before the model was made, in bytes."""
+    return max(run(partial(watch_memory, name=name, workload=workload), ranks=2, fabric="torch"))
+
+
+def watch_memory(fabric: Fabric, name: Name, workload: str) -> int:
+    """On one rank."""
+    assert isinstance(fabric, TorchFabric)
+    fabrics: dict[str, Fabric] = {"torch": fabric, "shm": share_memory(fabric)}
+    what = WORKLOADS[workload]()
+    before = resident_bytes("VmRSS")
+    contender = Contender(name, what, fabrics)
+    for number in range(4):
+        contender.step(number)
+    return resident_bytes("VmHWM") - before
+
+
+def resident_bytes(field: str) -> int:
+    """A line of what the kernel says of this process: memory now (VmRSS) or at its most (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    return 0

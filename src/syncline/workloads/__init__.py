@@ -1,0 +1,1 @@
+"""Real training to measure with: small models and data that every machine has."""
