@@ -15,6 +15,8 @@ from rich.table import Table
 from syncline.bench.algorithms import Measured, compare_algorithms
 from syncline.bench.collectives import MPIS, Results, compare
 from syncline.bench.contenders import CONTENDERS, present
+from syncline.bench.overhead import measure_overhead
+from syncline.bench.training import WORKLOADS, Name, StepTime, compare_training, peak_memory
 from syncline.errors import ConfigError, UnknownName
 from syncline.units import format_bytes, format_seconds, parse_bytes
 
@@ -33,6 +35,7 @@ def everything(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         algorithms()
         collectives()
+        train()
 
 
 @app.command()
@@ -67,6 +70,61 @@ def table_of(measured: list[Measured], title: str) -> Table:
         table.add_column(heading, justify="right")
     for one in sorted(measured, key=lambda one: one.median_s):
         table.add_row(one.name, format_seconds(one.median_s), format_seconds(one.fastest_s), f"{one.ratio:.2f}")
+    return table
+
+
+@app.command()
+def train(
+    repeats: Annotated[int, typer.Option(help="Turns of three steps each, of which the median is taken.")] = 7,
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """Training steps on two ranks: no synchronization, DDP over Gloo, and ours through shared memory and Gloo.
+
+    `syncline bench train`
+    """
+    if repeats < 1:
+        raise ConfigError(f"--repeats {repeats} is less than 1")
+    status = Console(stderr=True).status("starting", spinner="dots")
+    with status:
+        times = []
+        for workload in WORKLOADS:
+            status.update(f"two ranks train: {workload}")
+            times += compare_training(workload, repeats=repeats)
+        status.update("peak memory")
+        trained: tuple[Name, ...] = ("ddp", "syncline", "syncline over gloo")
+        memory = {name: peak_memory(name) for name in trained}
+        status.update("a world of one")
+        overhead = measure_overhead()
+    if as_json:
+        figures = {"steps": [asdict(one) for one in times], "peak_bytes": memory, "overhead": asdict(overhead)}
+        print(json.dumps(figures))
+        return
+    console = Console(highlight=False)
+    for title in dict.fromkeys(one.workload for one in times):
+        console.print(training_table(title, [one for one in times if one.workload == title]))
+    console.print("peak memory above the start: " + ", ".join(f"{n} {format_bytes(b)}" for n, b in memory.items()))
+    console.print(
+        f"400 small parameters, one rank: plain {format_seconds(overhead.plain_s)}, with Sync "
+        f"{100 * (overhead.alone_s / overhead.plain_s - 1):+.1f} %, with buckets all the same "
+        f"{100 * (overhead.bucketed_s / overhead.plain_s - 1):+.1f} %"
+    )
+
+
+def training_table(title: str, times: list[StepTime]) -> Table:
+    """One workload."""
+    table = Table(title=f"{title}, 2 ranks", title_justify="left", caption="medians; weights checked at the end")
+    table.add_column("")
+    for heading in ("step", "added", "added, of the step", "× DDP"):
+        table.add_column(heading, justify="right")
+    for one in times:
+        added = format_seconds(max(one.added_s, 0.0))
+        table.add_row(
+            one.contender,
+            format_seconds(one.median_s),
+            added,
+            f"{100 * one.added_share:.1f} %",
+            f"{one.faster_than_ddp:.2f}",
+        )
     return table
 
 

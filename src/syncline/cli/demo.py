@@ -1,82 +1,70 @@
-"""`syncline demo`: a schedule drawn, then run for real over four processes, and checked."""
+"""`syncline demo`: the same training twice, with PyTorch DDP over Gloo and with Syncline."""
 
 from __future__ import annotations
 
-import time
-from functools import partial
-from zlib import crc32
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
-import torch
+import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from syncline.collectives.draw import picture
-from syncline.collectives.registry import ALGORITHMS, schedule_of
-from syncline.errors import SynclineError
-from syncline.fabric.base import Fabric
-from syncline.launch import run
+from syncline.bench.side_by_side import METHODS, Record, Request, train_side_by_side
+from syncline.errors import ConfigError, UnknownName
 from syncline.units import format_bytes, format_seconds
-
-RANKS = 4
-NUMEL = 1_000_003
-Outcome = tuple[float, int, float]  # seconds, a digest of the result's bits, its relative error
+from syncline.workloads.gpt import SHAPES
 
 
-def demo() -> None:
-    """Draw the ring, then run every algorithm over four local processes and check the answers."""
+def demo(
+    workers: Annotated[int, typer.Option(help="Local ranks, one process each.")] = 2,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each training.")] = 40,
+    size: Annotated[str, typer.Option(help=f"Of the GPT: {', '.join(SHAPES)} parameters.")] = "10M",
+    batch: Annotated[int, typer.Option(help="Sequences of 64 bytes per rank and step.")] = 8,
+    collective: Annotated[str, typer.Option(help="Who sends what to whom: `auto`, `ring`, `tree`, ...")] = "auto",
+    accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
+    html: Annotated[Path, typer.Option(metavar="FILE", help="Where the report goes.")] = Path("syncline-demo.html"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures for programs.")] = False,
+) -> None:
+    """Train a byte-level GPT on the text of Python's standard library, with DDP over Gloo and then with Syncline.
+
+    Same seed, same batches, same number of steps: `syncline demo --workers 2 --steps 40`
+    """
+    if workers < 2 or steps < 4 or batch < 1 or accumulate < 1:
+        raise ConfigError(
+            f"--workers {workers} --steps {steps} --batch {batch} --accumulate {accumulate}: at least 2 workers, 4 "
+            f"steps, a batch of 1 and 1 pass"
+        )
+    if size not in SHAPES:
+        raise UnknownName("size", size, SHAPES)
+    request = Request(workers, steps, size, batch, collective, accumulate)
     console = Console(highlight=False)
-    console.print(picture(schedule_of("ring", RANKS)))
-    nbytes = format_bytes(4 * NUMEL)
-    console.print(f"Now for real: {RANKS} processes, {nbytes} of gradients each, the mean over all of them.\n")
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("four processes start, meet and add through shared memory")
-        shared = run(partial(average, own="auto"), ranks=RANKS)
-        progress.update(task, description="four processes start, meet and add over Gloo")
-        gloo = run(partial(average, own="engine"), ranks=RANKS, fabric="torch")
-    console.print(table_of(shared, gloo))
-    console.print("All ranks have the same bits, and they are the right ones.")
-    console.print("Next: syncline show double-tree --world 8   syncline bench   syncline doctor")
+    if not as_json:
+        console.print(f"A GPT of {size} parameters learns Python's standard library, on {workers} processes.\n")
+    records = train_side_by_side(request)
+    if as_json:
+        print(json.dumps({name: record.as_data() for name, record in records.items()}))
+        return
+    console.print(table_of(records))
+    from syncline.bench.report import write_report
+
+    write_report(records, request, html)
+    console.print(f"report: {html}")
+    console.print("Next: the same as a script, examples/train_gpt.py   syncline bench train   syncline show ring")
 
 
-def table_of(shared: list[dict[str, Outcome]], gloo: list[dict[str, Outcome]]) -> Table:
-    """What each algorithm sends, and how long it took on both fabrics. Answers are checked on the way."""
-    table = Table("algorithm", "rounds", "sent per rank", "shared memory", "Gloo")
-    for name in ALGORITHMS:
-        cost = schedule_of(name, RANKS).cost
-        sent = format_bytes(float(cost.sent) * 4 * NUMEL)
-        table.add_row(name, str(cost.rounds), sent, checked(shared, name), checked(gloo, name))
-    table.add_row("the fabric's own", "", "", checked(shared, "auto"), checked(gloo, "engine"))
+def table_of(records: dict[str, Record]) -> Table:
+    """Both trainings side by side."""
+    table = Table("", *(METHODS[name] for name in records), title_justify="left")
+    first = next(iter(records.values()))
+    rows: dict[str, Callable[[Record], str]] = {
+        "step, median": lambda r: format_seconds(r.median_step_s),
+        "exposed communication": lambda r: f"{format_seconds(r.median_exposed_s)} ({100 * r.exposed_share:.1f} %)",
+        "gradients per step": lambda r: format_bytes(r.nbytes),
+        "speed-up": lambda r: f"{first.median_step_s / r.median_step_s:.2f} x",
+        "final loss": lambda r: f"{r.losses[-1]:.5f}",
+    }
+    for title, value in rows.items():
+        table.add_row(title, *(value(record) for record in records.values()))
     return table
-
-
-def checked(results: list[dict[str, Outcome]], name: str) -> str:
-    """The time of the slowest rank; an error if the answer is wrong on any."""
-    seconds, digests, errors = zip(*(result[name] for result in results), strict=True)
-    if len(set(digests)) > 1 or max(errors) > 1e-6:
-        raise SynclineError(f"{name} gave a wrong answer: relative errors {errors}, digests {digests}")
-    return format_seconds(max(seconds))
-
-
-def average(fabric: Fabric, own: str) -> dict[str, Outcome]:
-    """On one rank: what came of every algorithm, and of the fabric's own."""
-    everyone = [gradients(rank) for rank in range(fabric.world)]
-    exact = torch.stack([gradient.double() for gradient in everyone]).mean(0)
-    bucket = fabric.buffer(NUMEL)
-    outcomes = {}
-    for name in 2 * [*ALGORITHMS, own]:  # the second time counts: the first one compiles the schedule
-        bucket.copy_(everyone[fabric.rank])
-        fabric.barrier()
-        started = time.perf_counter()
-        fabric.all_reduce(bucket, op="mean", collective=name)
-        seconds = time.perf_counter() - started
-        error = float((bucket.double() - exact).norm() / exact.norm())
-        outcomes[name] = (seconds, crc32(bucket.numpy().tobytes()), error)
-        fabric.barrier()
-    return outcomes
-
-
-def gradients(rank: int) -> torch.Tensor:
-    """Different ones on every rank."""
-    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))

@@ -21,10 +21,10 @@ app = typer.Typer(
 
 Try:
 
-* `syncline demo` : a drawn schedule and a real all-reduce over four processes
+* `syncline demo` : a GPT trained twice, with DDP over Gloo and with Syncline, side by side
 * `syncline show ring --world 6` : who sends what to whom, round by round
 * `syncline show --world 64 --cost 100MB` : every algorithm side by side
-* `syncline bench` : our algorithms against the engine's, on this machine
+* `syncline bench` : all-reduce and training against DDP, Gloo and MPI, on this machine
 * `syncline doctor` : what is installed and what is missing
 """,
 )
