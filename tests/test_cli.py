@@ -144,11 +144,35 @@ def test_bench_prints_every_contender():
 
 
 @pytest.mark.timeout(120)
-def test_demo_runs_and_checks_itself():
-    result = command("demo")
+def test_demo_trains_the_same_with_both_and_writes_a_report(tmp_path):
+    page = tmp_path / "report.html"
+    result = command("demo", "--steps", "5", "--size", "5M", "--batch", "2", "--html", str(page))
     assert result.returncode == 0, result.stderr
-    assert "they are the right ones" in result.stdout
-    assert "double-tree" in result.stdout
+    [losses] = [line for line in result.stdout.splitlines() if "final loss" in line]
+    ddp, ours = (float(cell) for cell in losses.split("│")[2:4])
+    assert ddp == pytest.approx(ours, rel=1e-4)
+    assert ddp < 5.5
+    assert "exposed communication" in result.stdout
+    assert str(page) in result.stdout.replace("\n", "")
+    assert page.read_text(encoding="utf-8").count("<script") > 0
+
+
+@pytest.mark.timeout(120)
+def test_demo_prints_figures_for_programs():
+    result = command("demo", "--steps", "4", "--size", "5M", "--batch", "1", "--accumulate", "2", "--json")
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout)
+    assert list(figures) == ["ddp", "syncline"]
+    for record in figures.values():
+        assert len(record["losses"]) == len(record["step_s"]) == len(record["exposed_s"]) == 4
+    assert figures["ddp"]["losses"] == pytest.approx(figures["syncline"]["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize("options", [("--workers", "1"), ("--steps", "0"), ("--size", "7M"), ("--collective", "rign")])
+def test_demo_refuses_what_it_cannot_do(options):
+    result = command("demo", "--steps", "4", "--size", "5M", *options)
+    assert result.returncode == 2
+    assert options[1] in result.stderr
 
 
 def test_algorithms_page_is_current():

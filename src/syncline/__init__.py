@@ -11,6 +11,7 @@ print(sync.report())
 
 from __future__ import annotations
 
+from syncline.batch_norm import convert_batch_norm
 from syncline.current import current
 from syncline.errors import SynclineError
 from syncline.fabric.base import Fabric
@@ -19,4 +20,14 @@ from syncline.launch import init, run
 from syncline.sync import Sync
 
 __version__ = "0.1.0"
-__all__ = ["Deadlines", "Fabric", "Sync", "SynclineError", "__version__", "current", "init", "run"]
+__all__ = [
+    "Deadlines",
+    "Fabric",
+    "Sync",
+    "SynclineError",
+    "__version__",
+    "convert_batch_norm",
+    "current",
+    "init",
+    "run",
+]

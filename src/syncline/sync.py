@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from syncline.buckets.parameters import Named, check_parameters, describe_layout, parameters_of, sparse_names
 from syncline.buckets.reducer import Reducer, Verdict
+from syncline.collectives.registry import algorithm
 from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
@@ -84,6 +85,8 @@ class Sync:
         most_skips: int = 10,
         check_every: int = 0,
     ) -> None:
+        if collective not in ("auto", "engine"):
+            algorithm(collective)  # a name that is unknown is refused here
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
         self.settings = Settings(
@@ -105,7 +108,7 @@ class Sync:
         named = parameters_of(model)
         check_request(named, self.optimizers)
         given = find_fabric(fabric)
-        check_parameters(named, given.device)
+        check_parameters(model, named, given.device)
         self.fabric: Fabric | None = None
         self.reducer: Reducer | None = None
         if given.world >= self.least_world:
@@ -116,6 +119,8 @@ class Sync:
 
     def _join_others(self, given: Fabric, named: Named) -> None:
         """Compare with the other ranks, start from the state of rank 0, and watch gradients."""
+        if self.settings.collective == "engine":
+            given = given.with_engine()
         fabric = given.sibling()
         compare_layouts(fabric, describe_layout(named, self.model.named_buffers(), [f"settings {self.settings}"]))
         broadcast_tensors(fabric, model_tensors(self.model))

@@ -27,8 +27,13 @@ def sparse_names(model: nn.Module) -> set[str]:
     return found
 
 
-def check_parameters(named: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
+def check_parameters(model: nn.Module, named: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
     """Refuse what cannot be synchronized, by name."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and device.type == "cpu":
+            raise ConfigError(
+                f"{name} is torch's SyncBatchNorm, which needs a GPU; use syncline.convert_batch_norm(model)"
+            )
     for name, parameter in named:
         if not parameter.requires_grad:
             continue

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.bench.side_by_side import METHODS, Record, Request, train_side_by_side
+from syncline.collectives.registry import algorithm
 from syncline.errors import ConfigError, UnknownName
 from syncline.units import format_bytes, format_seconds
 from syncline.workloads.gpt import SHAPES
@@ -38,6 +39,8 @@ def demo(
         )
     if size not in SHAPES:
         raise UnknownName("size", size, SHAPES)
+    if collective != "auto":
+        algorithm(collective)
     request = Request(workers, steps, size, batch, collective, accumulate)
     console = Console(highlight=False)
     if not as_json:

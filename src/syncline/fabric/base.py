@@ -78,6 +78,10 @@ class Fabric(ABC):
         self.siblings.append(made)
         return made
 
+    def with_engine(self) -> Fabric:
+        """The fabric that can hand tensors to an engine's own all-reduce."""
+        raise ConfigError(f'collective="engine" needs an engine; the {self.name} fabric has none: use "auto"')
+
     def close(self, drain: bool = True) -> None:
         """Give back what this rank holds. Safe to call twice.
 

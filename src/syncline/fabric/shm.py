@@ -132,7 +132,7 @@ class ShmFabric(Fabric):
 
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None:
         if collective == "engine":
-            self._engine().all_reduce(tensor, op, collective)
+            self.with_engine().all_reduce(tensor, op, collective)
             return
         flat = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         count, dtype, code = flat.numel(), DTYPE_CODES[flat.dtype], OP_CODES[op]
@@ -182,7 +182,7 @@ class ShmFabric(Fabric):
         self.group.all_to_all(flat.data_ptr(), taken.data_ptr(), part, DTYPE_CODES[flat.dtype])
         return taken
 
-    def _engine(self) -> TorchFabric:
+    def with_engine(self) -> TorchFabric:
         if self.engine is None:
             raise ConfigError('collective="engine" needs a process group; start with torchrun, or use "auto"')
         return self.engine

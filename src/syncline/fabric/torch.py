@@ -115,6 +115,9 @@ class TorchFabric(MessageFabric):
             self.broken = verdict
         return self.broken
 
+    def with_engine(self) -> TorchFabric:
+        return self
+
     def write_note(self, note: Note) -> None:
         self.board.write(note)
 

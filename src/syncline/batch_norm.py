@@ -1,0 +1,143 @@
+"""Batch normalization over the batches of all ranks, on any fabric and device.
+
+    model = syncline.convert_batch_norm(model)      # before the optimizer is made
+    sync = syncline.Sync(model, optimizer)
+
+It is the counterpart of `torch.nn.SyncBatchNorm`, which works on GPUs alone. Wire: in forward every rank's mean, spread
+and count (two numbers a channel and one), in backward two numbers a channel.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncline.current import resolve
+from syncline.fabric.base import Fabric
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalizes with the mean and variance of the batches of all ranks, which may differ in size."""
+
+    fabric: Fabric
+
+    @classmethod
+    def of(cls, other: _BatchNorm, fabric: Fabric) -> Self:
+        """The same layer, with the same parameters and statistics."""
+        made = cls(other.num_features, other.eps, other.momentum, other.affine, other.track_running_stats)
+        made.weight, made.bias = other.weight, other.bias
+        made.running_mean, made.running_var = other.running_mean, other.running_var
+        made.num_batches_tracked = other.num_batches_tracked
+        made.training = other.training
+        made.fabric = fabric
+        return made
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected a batch with channels, not {input.dim()} dimensions")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(batch, channels, ...) to the same."""
+        self._check_input_dim(input)
+        uses_batch = self.training or self.running_mean is None
+        if not uses_batch or self.fabric.world == 1 or not self.training:
+            return self._alone(input, uses_batch)
+        mean, variance, count = statistics_of_all(input, self.fabric)
+        self._track(mean, variance, count)
+        normalized: Tensor = Normalize.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, mean, (variance + self.eps).rsqrt(), count, self.fabric
+        )
+        return normalized
+
+    def _alone(self, input: Tensor, uses_batch: bool) -> Tensor:
+        """With stored statistics, or of this rank's batch."""
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, momentum, self.eps
+        )
+
+    def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
+        """Move the running statistics; the stored variance is the unbiased one."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_((variance * (count / max(count - 1, 1))).to(self.running_var.dtype), share)
+
+
+class Normalize(torch.autograd.Function):
+    """(x - mean) / deviation * weight + bias, where mean and deviation depend on x of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        inverse: Tensor,
+        count: float,
+        fabric: Fabric,
+    ) -> Tensor:
+        """`inverse` is that of the deviation."""
+        standard = (x - along(mean, x)) * along(inverse, x)
+        ctx.save_for_backward(standard, weight, inverse)
+        ctx.count, ctx.fabric = count, fabric
+        scaled = standard if weight is None else standard * along(weight, x)
+        return (scaled if bias is None else scaled + along(bias, x)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient of x needs two sums over all ranks; those of weight and bias are this rank's own."""
+        standard, weight, inverse = ctx.saved_tensors
+        others = [dimension for dimension in range(gradient.dim()) if dimension != 1]
+        plain = gradient.to(standard.dtype)
+        local = torch.stack([plain.sum(others), (plain * standard).sum(others)])
+        total = ctx.fabric.all_reduce(local.clone()) / ctx.count
+        centred = plain - along(total[0], plain) - standard * along(total[1], plain)
+        factor = inverse if weight is None else inverse * weight
+        of_weight = None if weight is None else local[1].to(weight.dtype)
+        of_bias = None if weight is None else local[0].to(weight.dtype)
+        return (centred * along(factor, plain)).to(gradient.dtype), of_weight, of_bias, None, None, None, None
+
+
+def statistics_of_all(x: Tensor, fabric: Fabric) -> tuple[Tensor, Tensor, float]:
+    """Mean, biased variance and count over the batches of all ranks, without subtracting large numbers."""
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    others = [dimension for dimension in range(x.dim()) if dimension != 1]
+    count = x.numel() // x.shape[1]
+    channels = x.shape[1]
+    mean = wide.mean(others) if count else wide.new_zeros(channels)
+    spread = wide.var(others, correction=0) * count if count else wide.new_zeros(channels)
+    gathered = fabric.all_gather(torch.cat([mean, spread, mean.new_tensor([float(count)])]))
+    means, spreads, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
+    total = float(counts.sum())
+    mean = (means * counts).sum(0) / total
+    variance = (spreads + counts * (means - mean).square()).sum(0) / total
+    return mean, variance, total
+
+
+def along(per_channel: Tensor, x: Tensor) -> Tensor:
+    """One value a channel in a shape that broadcasts over `x`."""
+    return per_channel.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def convert_batch_norm(model: nn.Module, fabric: Fabric | str = "auto") -> nn.Module:
+    """The model with every batch normalization made one over all ranks. All ranks convert the same model."""
+    return replaced(model, resolve(fabric).sibling())
+
+
+def replaced(module: nn.Module, fabric: Fabric) -> nn.Module:
+    """This module and all in it."""
+    if isinstance(module, _BatchNorm):
+        return SyncBatchNorm.of(module, fabric)
+    for name, child in module.named_children():
+        setattr(module, name, replaced(child, fabric))
+    return module
