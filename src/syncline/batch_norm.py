@@ -55,19 +55,24 @@ class SyncBatchNorm(_BatchNorm):
 
     def _alone(self, input: Tensor, uses_batch: bool) -> Tensor:
         """With stored statistics, or of this rank's batch."""
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        momentum = 0.0 if self.momentum is None else self.momentum
+        share = self._count_batch() if self.training else 0.0
         return F.batch_norm(
-            input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, momentum, self.eps
+            input, self.running_mean, self.running_var, self.weight, self.bias, uses_batch, share, self.eps
         )
+
+    def _count_batch(self) -> float:
+        """How far the running statistics move; without momentum they are means over all batches."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1.0 / float(self.num_batches_tracked)
+        return self.momentum or 0.0
 
     def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
         """Move the running statistics; the stored variance is the unbiased one."""
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+        if self.running_mean is None or self.running_var is None:
             return
-        self.num_batches_tracked.add_(1)
-        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        share = self._count_batch()
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_((variance * (count / max(count - 1, 1))).to(self.running_var.dtype), share)
 
