@@ -3,12 +3,14 @@
 SynclineError
   ConfigError          the request is impossible; nothing was sent
     UnknownName        a name that is not in the table; the nearest ones are offered
+    PairingError       two settings that do not go together
     LayoutMismatch     ranks have different models or settings; the difference is shown
   FabricError          a peer or a link failed; the step was discarded
     PeerLost           a rank died or left
     PeerStalled        a rank is alive as far as we know, but did not arrive before the deadline
     PeerAborted        a rank gave up for a reason of its own: it was interrupted, or closed the fabric
     Desync             ranks called different things; nothing was sent
+    CorruptMessage     what a codec received is not what a codec sends; nothing was written
     JoinFailed         the ranks could not form a group
     FabricClosed       the fabric was closed, or belongs to the process that this one was forked from
   NonFiniteGradient    too many steps in a row had to be skipped; the parameters are those before them
@@ -46,6 +48,10 @@ class UnknownName(ConfigError):
 
     def __reduce__(self) -> tuple[type[UnknownName], tuple[str, str, list[str]]]:
         return UnknownName, self.told
+
+
+class PairingError(ConfigError):
+    """Two settings that do not go together."""
 
 
 class LayoutMismatch(ConfigError):
@@ -94,6 +100,10 @@ class PeerAborted(PeerError):
 
 class Desync(FabricError):
     """Ranks called different things."""
+
+
+class CorruptMessage(FabricError):
+    """What a codec received is not what a codec sends."""
 
 
 class JoinFailed(FabricError):

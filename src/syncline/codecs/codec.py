@@ -1,0 +1,65 @@
+"""What every codec is: frozen settings and a conversation, with its state outside of it."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.conversation import Conversation
+
+State = dict[str, Tensor]  # by parameter name, and what it is: "layer.weight/factor"
+
+
+class Part(NamedTuple):
+    """A parameter's place in the values of a bucket."""
+
+    name: str
+    lo: int
+    hi: int
+    shape: torch.Size
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and when a conversation takes place."""
+
+    rank: int
+    world: int
+    step: int  # the same on all ranks
+    seed: int  # of the job, the same on all ranks
+    parts: tuple[Part, ...]
+
+    def number(self, *what: object) -> int:
+        """A random number that depends on the job, the step, the first parameter and `what`, and on no other state."""
+        name = self.parts[0].name if self.parts else ""
+        text = repr((self.seed, self.step, name, what)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+    def generator(self, device: torch.device, *what: object) -> torch.Generator:
+        """Randomness from that number."""
+        return torch.Generator(device).manual_seed(self.number(*what))
+
+
+class Codec(ABC):
+    """How a bucket of gradients gets smaller and whole again."""
+
+    name: ClassVar[str]
+    feedback: bool  # whether what was not sent is kept and sent later
+
+    def start(self, parts: Sequence[Part], device: torch.device) -> State:
+        """The state before the first step; most codecs have none."""
+        return {}
+
+    @abstractmethod
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """Talk about `values`, flat and of float32. When it ends, `values` hold what was not sent.
+
+        What it returns writes the mean over ranks of what was sent. Changes of the state are to be written to a new
+        tensor and put in its place: the old one may be needed again.
+        """

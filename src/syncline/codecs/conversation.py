@@ -1,0 +1,94 @@
+"""What a codec asks, and how it is answered.
+
+A codec is a generator that yields questions and is sent the answers, so it can be tried without any network: `talk`
+lets the conversations of all ranks answer each other.
+
+    Mean(x)            the mean over ranks; 16-bit tensors travel as such and are summed in fp32
+    Gather(message)    every rank's message, in order of rank; lengths may differ unless `fixed`
+    Exchange(parts)    every rank's part for me, in order of rank; the part for a rank has one length on all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Mean:
+    """Answered with the mean over ranks."""
+
+    tensor: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank says."""
+        return self.tensor.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """Answered with every rank's message of bytes."""
+
+    message: Tensor
+    fixed: bool = False  # the length is the same on every rank
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank says."""
+        return self.message.nbytes
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Answered with everyone's part for this rank."""
+
+    parts: Sequence[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank says."""
+        return sum(part.nbytes for part in self.parts)
+
+
+Question = Mean | Gather | Exchange
+Decoder = Callable[[Tensor], None]  # writes the mean over ranks
+Conversation = Generator[Question, Any, Decoder]
+
+
+def talk(conversations: Sequence[Conversation]) -> list[Decoder]:
+    """Let the ranks of a world answer each other; all must ask the same kinds of questions."""
+    answers: list[Any] = [None] * len(conversations)
+    decoders: list[Decoder] = []
+    while not decoders:
+        questions: list[Question] = []
+        for conversation, answer in zip(conversations, answers, strict=True):
+            try:
+                questions.append(conversation.send(answer))
+            except StopIteration as end:
+                decoders.append(end.value)
+        if questions and decoders:
+            raise AssertionError("some ranks ask while others are done")
+        if questions:
+            answers = answers_to(questions)
+    return decoders
+
+
+def answers_to(questions: Sequence[Question]) -> list[Any]:
+    """What each rank is told."""
+    first = questions[0]
+    if isinstance(first, Mean):
+        tensors = [question.tensor for question in questions if isinstance(question, Mean)]
+        total = tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32), copy=True)
+        for tensor in tensors[1:]:
+            total += tensor
+        return [(total / len(tensors)).to(tensors[0].dtype) for _ in tensors]
+    if isinstance(first, Gather):
+        messages = [question.message for question in questions if isinstance(question, Gather)]
+        return [[message.clone() for message in messages] for _ in messages]
+    parts = [question.parts for question in questions if isinstance(question, Exchange)]
+    return [[theirs[rank].clone() for theirs in parts] for rank in range(len(parts))]

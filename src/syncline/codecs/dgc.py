@@ -1,0 +1,86 @@
+"""Deep gradient compression: top-k of momentum. Wire: that of top-k.
+
+The momentum is kept on each rank, before the selection (correction); an entry that was sent loses its momentum
+(masking); a gradient is clipped before it is added; and sparsity grows over the first steps (warm-up). The optimizer
+on top must be plain SGD without momentum. With ratio 1 and masking off it is momentum SGD. (Lin and others 2017)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.conversation import Conversation, Gather
+from syncline.codecs.topk import VALUES, TopK, add_messages, read_message, write_message
+from syncline.errors import ConfigError, UnknownName
+
+
+@dataclass(frozen=True)
+class DGC(Codec):
+    """Top-k with momentum correction."""
+
+    name: ClassVar[str] = "dgc"
+    feedback: ClassVar[bool] = False  # type: ignore[misc]
+    keep: float = 0.001  # fraction of entries sent once warm
+    momentum: float = 0.9
+    nesterov: bool = False
+    masking: bool = True  # an entry that was sent starts again without momentum
+    clip: float = 0.0  # of the norm of a bucket's mean gradient; each rank clips at this over the root of W; 0 is never
+    warmup: int = 100  # steps over which the fraction falls from 1/4 to what was asked for
+    values: str = "fp32"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ConfigError(f"keep={self.keep} is not a fraction above 0 and up to 1; try dgc:0.001")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum} is not in [0, 1); try momentum=0.9")
+        if self.values not in VALUES:
+            raise UnknownName("values", self.values, VALUES)
+
+    def start(self, parts: Sequence[Part], device: torch.device) -> State:
+        """Momentum and what has not been sent, by parameter."""
+        kinds = ("momentum", "unsent")
+        return {
+            f"{part.name}/{kind}": torch.zeros(part.hi - part.lo, device=device) for part in parts for kind in kinds
+        }
+
+    def fraction(self, step: int) -> float:
+        """How much is sent in a step."""
+        if step >= self.warmup or self.keep >= 0.25:
+            return self.keep
+        return float(0.25 * (self.keep / 0.25) ** (step / self.warmup))
+
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """One gather."""
+        momentum = gathered(state, place, "momentum")
+        unsent = gathered(state, place, "unsent")
+        if self.clip:
+            limit = self.clip / place.world**0.5
+            values.mul_((limit / values.norm().clamp(min=1e-12)).clamp(max=1.0))
+        if self.nesterov:
+            momentum = (momentum + values) * self.momentum
+            unsent = unsent + momentum + values
+        else:
+            momentum = momentum * self.momentum + values
+            unsent = unsent + momentum
+        values.zero_()
+        chosen = TopK(self.fraction(place.step)).choose(unsent, place)
+        message = write_message(chosen, unsent[chosen], unsent.numel(), self.values)
+        unsent[chosen] -= read_message(message, unsent.numel(), self.values)[1].to(unsent.device)
+        if self.masking:
+            momentum[chosen] = 0
+        messages = yield Gather(message)
+        for part in place.parts:
+            state[f"{part.name}/momentum"] = momentum[part.lo : part.hi].clone()
+            state[f"{part.name}/unsent"] = unsent[part.lo : part.hi].clone()
+        return lambda out: add_messages(out, messages, self.values)
+
+
+def gathered(state: State, place: Place, kind: str) -> Tensor:
+    """One kind of state for all parameters of a bucket."""
+    return torch.cat([state[f"{part.name}/{kind}"] for part in place.parts])

@@ -1,0 +1,52 @@
+"""16-bit floats on the wire, added in fp32 by the owner of each slice. Wire: 2 bytes an element.
+
+fp16 has ten digits of mantissa and overflows above 65504, bf16 seven and the range of fp32. The mean is rounded once,
+after the division, so 8 ranks with 20000 each do not overflow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.conversation import Conversation, Mean
+from syncline.codecs.none import void
+from syncline.codecs.slices import exchange_slices
+from syncline.codecs.twins import expect_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp16(Codec):
+    """Half precision."""
+
+    name: ClassVar[str] = "fp16"
+    wire: ClassVar[torch.dtype] = torch.float16
+    feedback: bool = False  # keep what rounding took away
+
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """One mean; with feedback a one-shot exchange, because what the owner's rounding takes away is kept too."""
+        if self.feedback:
+            return (yield from exchange_slices(values, place, 1, self.encode, self.decode))
+        mean = yield Mean(values.to(self.wire))
+        return lambda out: void(out.copy_(mean))
+
+    def encode(self, values: Tensor, _: int) -> Tensor:
+        """Values to a message."""
+        return values.to(self.wire).view(torch.uint8)
+
+    def decode(self, message: Tensor, numel: int) -> Tensor:
+        """A message to values."""
+        expect_length(message, 2 * numel, "16-bit values")
+        return message.view(self.wire).to(torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bf16(Fp16):
+    """Brain floats."""
+
+    name: ClassVar[str] = "bf16"
+    wire: ClassVar[torch.dtype] = torch.bfloat16

@@ -1,0 +1,73 @@
+"""One bit an element: the sign, with the mean magnitude of its block. Wire: 1/8 byte an element, and 4 bytes a block.
+
+    message    scales of float32, one a block | signs, eight in a byte, 1 for zero and above
+
+As a vote (`onebit:vote=true`) the scale is left out, and the result is +1 or -1 by the majority of ranks, ties up:
+signSGD, which learns from signs alone and needs no feedback, and a learning rate of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs import kernels
+from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.conversation import Conversation, Exchange, Gather
+from syncline.codecs.slices import exchange_slices, slice_bounds
+from syncline.errors import ConfigError, PairingError
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBit(Codec):
+    """Signs and block scales."""
+
+    name: ClassVar[str] = "onebit"
+    block: int = 512  # values that share a scale
+    vote: bool = False  # signSGD with majority vote
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block < 8 or self.block % 8:
+            raise ConfigError(f"block={self.block} is not a multiple of 8; try block={max(8, self.block // 8 * 8)}")
+        if self.vote and self.feedback:
+            raise PairingError("a vote has no size that could be fed back; write onebit:vote=true,feedback=false")
+        if not self.vote and not self.feedback:
+            raise PairingError("signs without feedback do not converge; use feedback=true, or vote=true,feedback=false")
+
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """An exchange and a gather."""
+        if self.vote:
+            return (yield from self.count_votes(values, place))
+        return (yield from exchange_slices(values, place, self.block, self.encode, self.decode))
+
+    def encode(self, values: Tensor, _: int) -> Tensor:
+        """Values to a message."""
+        return kernels.pack_signs(values, self.block)
+
+    def decode(self, message: Tensor, numel: int) -> Tensor:
+        """A message to values."""
+        return kernels.unpack_signs(message, numel, self.block)
+
+    def count_votes(self, values: Tensor, place: Place) -> Conversation:
+        """Signs to the owners of slices, the sign of their sum to all."""
+        bounds = slice_bounds(values.numel(), place.world, self.block)
+        pieces = [values[lo:hi] for lo, hi in itertools.pairwise(bounds)]
+        heard = yield Exchange([kernels.pack_signs(piece.sign(), self.block) for piece in pieces])
+        own = pieces[place.rank]
+        total = torch.zeros_like(own)
+        for message in heard:
+            total += kernels.unpack_signs(message, own.numel(), self.block)
+        ayes = torch.where(total >= 0, 1.0, -1.0)
+        results = yield Gather(kernels.pack_signs(ayes, self.block))
+
+        def write(out: Tensor) -> None:
+            for rank, message in enumerate(results):
+                piece = out[bounds[rank] : bounds[rank + 1]]
+                piece.copy_(kernels.unpack_signs(message, piece.numel(), self.block))
+
+        return write

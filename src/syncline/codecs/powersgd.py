@@ -1,0 +1,112 @@
+"""PowerSGD: a gradient matrix as the product of two thin ones. Wire: (rows + columns) * rank * 4 bytes a matrix.
+
+    P = M Q, averaged and made orthonormal; Q = M' P, averaged; the mean is about P Q'.
+
+The last Q is where the next step starts, so that over steps it follows the directions that matter. What is kept is this
+rank's own matrix less its own product, not the averaged one, which keeps it bounded. Vectors and matrices that would
+hardly get smaller go as they are. (Vogels, Karimireddy, Jaggi 2019)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.conversation import Conversation, Mean
+from syncline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PowerSGD(Codec):
+    """Low-rank factors."""
+
+    name: ClassVar[str] = "powersgd"
+    feedback: ClassVar[bool] = True  # type: ignore[misc]
+    rank: int = 4  # of the factors; larger is more exact
+    min_compression_rate: float = 2.0  # matrices that would shrink by less go as they are
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"rank={self.rank} is less than 1; try powersgd:4")
+
+    def start(self, parts: Sequence[Part], device: torch.device) -> State:
+        """Random factors, the same on all ranks."""
+        state = {}
+        for part in filter(self.shrinks, parts):
+            rows, columns = matrix_shape(part)
+            place = Place(0, 1, 0, 0, (part,))
+            generator = place.generator(torch.device("cpu"), "powersgd")
+            factor = torch.randn(columns, min(self.rank, rows, columns), generator=generator)
+            state[f"{part.name}/factor"] = factor.to(device)
+        return state
+
+    def shrinks(self, part: Part) -> bool:
+        """Whether factors are smaller than the matrix by enough."""
+        rows, columns = matrix_shape(part)
+        rank = min(self.rank, rows, columns)
+        return len(part.shape) > 1 and (rows + columns) * rank * self.min_compression_rate < rows * columns
+
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """Two means: of all left factors with what goes as it is, and of all right factors."""
+        matrices = [part for part in place.parts if self.shrinks(part)]
+        others = [part for part in place.parts if not self.shrinks(part)]
+        views = [values[part.lo : part.hi].view(matrix_shape(part)) for part in matrices]
+        lefts = [view @ state[f"{part.name}/factor"] for part, view in zip(matrices, views, strict=True)]
+        dense = [values[part.lo : part.hi] for part in others]
+        told = yield Mean(together([*dense, *lefts], values))
+        averaged = apart(told, [*dense, *lefts])
+        plain, bases = averaged[: len(dense)], [orthonormal(left) for left in averaged[len(dense) :]]
+        rights = [view.T @ basis for view, basis in zip(views, bases, strict=True)]
+        for view, basis, right in zip(views, bases, rights, strict=True):
+            view.sub_(basis @ right.T)
+        for piece in dense:
+            piece.zero_()
+        told = yield Mean(together(rights, values))
+        factors = apart(told, rights)
+        for part, factor in zip(matrices, factors, strict=True):
+            state[f"{part.name}/factor"] = factor
+
+        def write(out: Tensor) -> None:
+            for part, mean in zip(others, plain, strict=True):
+                out[part.lo : part.hi] = mean
+            for part, basis, factor in zip(matrices, bases, factors, strict=True):
+                torch.mm(basis, factor.T, out=out[part.lo : part.hi].view(matrix_shape(part)))
+
+        return write
+
+
+def matrix_shape(part: Part) -> tuple[int, int]:
+    """The first dimension, and all others."""
+    rows = part.shape[0] if part.shape else 1
+    return rows, (part.hi - part.lo) // max(rows, 1)
+
+
+def together(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """In one flat tensor."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like.new_zeros(0)
+
+
+def apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in the shapes that were put together."""
+    pieces = torch.split(flat, [tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape).clone() for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Gram-Schmidt, twice for exactness, column by column in a fixed order; a column of nothing stays nothing."""
+    columns = list(matrix.unbind(1))
+    done: list[Tensor] = []
+    for column in columns:
+        rest = column
+        for _ in range(2):
+            for other in done:
+                rest = rest - other * (other @ rest)
+        length = rest.norm()
+        tiny = length <= 1e-6 * column.norm() or not length > 0
+        done.append(torch.zeros_like(rest) if tiny else rest / length)
+    return torch.stack(done, 1)

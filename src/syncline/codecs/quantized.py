@@ -1,0 +1,66 @@
+"""Integers of 8 or 4 bits with a scale for every block. Wire: 1 or 1/2 byte an element, and 4 bytes a block.
+
+    message    scales of float32, one a block | integers, two in a byte for int4
+
+The largest value of a block becomes 127 (or 7). With stochastic rounding a value goes up or down at random so that
+it is right on average; every rank draws differently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs import kernels
+from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.conversation import Conversation
+from syncline.codecs.slices import exchange_slices
+from syncline.errors import ConfigError, UnknownName
+
+ROUNDINGS = ("nearest", "stochastic")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8(Codec):
+    """8 bits."""
+
+    name: ClassVar[str] = "int8"
+    bits: ClassVar[int] = 8
+    block: int = 256  # values that share a scale; smaller is more exact and has more scales
+    rounding: str = "nearest"  # or "stochastic"
+    feedback: bool = True  # keep what rounding took away
+
+    def __post_init__(self) -> None:
+        if self.block < 8 or self.block % 8:
+            raise ConfigError(f"block={self.block} is not a multiple of 8; try block={max(8, self.block // 8 * 8)}")
+        if self.rounding not in ROUNDINGS:
+            raise UnknownName("rounding", self.rounding, ROUNDINGS)
+
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """An exchange and a gather."""
+        encode = partial(self.encode, place=place)
+        return (yield from exchange_slices(values, place, self.block, encode, self.decode))
+
+    def encode(self, values: Tensor, use: int, place: Place) -> Tensor:
+        """Values to a message."""
+        noise = None
+        if self.rounding == "stochastic":
+            noise = torch.rand(values.numel(), generator=place.generator(values.device, place.rank, use))
+        return kernels.quantize(values, self.block, self.bits, noise)
+
+    def decode(self, message: Tensor, numel: int) -> Tensor:
+        """A message to values."""
+        return kernels.dequantize(message, numel, self.block, self.bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4(Int8):
+    """4 bits."""
+
+    name: ClassVar[str] = "int4"
+    bits: ClassVar[int] = 4
+    block: int = 64

@@ -1,0 +1,68 @@
+"""Random entries, the same on all ranks, so their mean is an ordinary one. Wire: 4 bytes for each entry kept.
+
+One entry is drawn from every block of 1/keep neighbours, from a counter seed (job, step, parameter): nothing that a
+skipped step or a rank that joined later could put out of step. With error feedback entries go as they are; without,
+they are scaled by 1/keep and right on average. Scaled with feedback diverges, and neither does not converge: both are
+refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.conversation import Conversation, Mean
+from syncline.errors import ConfigError, PairingError
+
+
+@dataclass(frozen=True)
+class RandomK(Codec):
+    """A random fraction of entries."""
+
+    name: ClassVar[str] = "randomk"
+    keep: float = 0.01  # fraction of entries sent; smaller compresses more
+    scaled: bool = False  # by 1/keep, which is unbiased
+    feedback: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.keep <= 1:
+            raise ConfigError(f"keep={self.keep} is not a fraction above 0 and up to 1; try randomk:0.01")
+        if self.scaled and self.feedback:
+            raise PairingError(
+                f"scaled entries are unbiased, so error feedback would diverge; use randomk:{self.keep}, or "
+                f"randomk:{self.keep},scaled=true,feedback=false"
+            )
+        if not self.scaled and not self.feedback:
+            raise PairingError(
+                f"entries that are neither scaled nor fed back are biased; use randomk:{self.keep}, or "
+                f"randomk:{self.keep},scaled=true,feedback=false"
+            )
+
+    @property
+    def block(self) -> int:
+        """Neighbours of which one is sent."""
+        return max(1, round(1 / self.keep))
+
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """One mean of the entries."""
+        chosen = self.indices(values.numel(), place, values.device)
+        mean = yield Mean(values[chosen])
+        values[chosen] = 0
+        factor = self.block if self.scaled else 1
+
+        def write(out: Tensor) -> None:
+            out.zero_()
+            out[chosen] = mean * factor
+
+        return write
+
+    def indices(self, numel: int, place: Place, device: torch.device) -> Tensor:
+        """One of every block; the last block may be short."""
+        starts = torch.arange(0, numel, self.block, device=device)
+        sizes = (numel - starts).clamp(max=self.block)
+        uniform = torch.rand(len(starts), generator=place.generator(device, "randomk"), device=device)
+        return starts + (uniform * sizes).long().clamp(max=self.block - 1).minimum(sizes - 1)

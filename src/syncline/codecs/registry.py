@@ -1,0 +1,28 @@
+"""Every codec by name: `"topk:0.01,values=int8"` is `TopK(0.01, values="int8")`."""
+
+from __future__ import annotations
+
+from syncline.codecs.codec import Codec
+from syncline.codecs.dgc import DGC
+from syncline.codecs.half import Bf16, Fp16
+from syncline.codecs.none import NoCodec
+from syncline.codecs.onebit import OneBit
+from syncline.codecs.powersgd import PowerSGD
+from syncline.codecs.quantized import Int4, Int8
+from syncline.codecs.randomk import RandomK
+from syncline.codecs.topk import TopK
+from syncline.specs import parse, text_of
+
+CODECS: dict[str, type[Codec]] = {
+    codec.name: codec for codec in (NoCodec, Fp16, Bf16, Int8, Int4, OneBit, TopK, RandomK, PowerSGD, DGC)
+}
+
+
+def codec_of(given: str | Codec) -> Codec:
+    """The codec that was given or named."""
+    return parse("codec", given, CODECS) if isinstance(given, str) else given
+
+
+def text_of_codec(codec: Codec) -> str:
+    """The text that `codec_of` reads back."""
+    return text_of(codec.name, codec)

@@ -1,0 +1,95 @@
+"""The kernels of codecs in plain torch: they run on any device, and the native ones are tested against them.
+
+Messages are flat tensors of bytes. Every decoder checks what it is given before it writes anything.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from syncline.errors import CorruptMessage
+
+SCALE_BYTES = 4
+
+
+def quantize(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Tensor:
+    """Block scales, then integers of 8 or 4 bits; `noise` in [0, 1) rounds at random."""
+    levels = 2 ** (bits - 1) - 1
+    rows = padded(values, block).view(-1, block)
+    scales = rows.abs().amax(1) / levels
+    scales = torch.where(scales > 0, scales, torch.ones_like(scales))
+    ratio = rows / scales.unsqueeze(1)
+    whole = ratio.round() if noise is None else (ratio + padded(noise, block).view(-1, block)).floor()
+    codes = whole.clamp(-levels, levels).to(torch.int8).view(-1)[: values.numel()]
+    return torch.cat([scales.view(torch.uint8), pack_nibbles(codes) if bits == 4 else codes.view(torch.uint8)])
+
+
+def dequantize(message: Tensor, numel: int, block: int, bits: int) -> Tensor:
+    """The values of a message."""
+    blocks = -(-numel // block)
+    expect_length(message, blocks * SCALE_BYTES + (numel * bits + 7) // 8, "quantized values")
+    scales = message[: blocks * SCALE_BYTES].clone().view(torch.float32)
+    body = message[blocks * SCALE_BYTES :]
+    codes = unpack_nibbles(body, numel) if bits == 4 else body.view(torch.int8)
+    return (padded(codes.to(torch.float32), block).view(-1, block) * scales.unsqueeze(1)).view(-1)[:numel]
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Two integers of -7..7 in a byte, the first in the lower half."""
+    halves = padded(codes, 2).view(-1, 2).to(torch.uint8) & 15
+    return halves[:, 0] | halves[:, 1] << 4
+
+
+def unpack_nibbles(message: Tensor, numel: int) -> Tensor:
+    """The other way round."""
+    both = torch.stack([message & 15, message >> 4], 1).view(-1)[:numel].to(torch.int8)
+    return torch.where(both > 7, both - 16, both)
+
+
+def pack_signs(values: Tensor, block: int) -> Tensor:
+    """Mean magnitudes of blocks, then signs, eight in a byte."""
+    rows = padded(values, block).view(-1, block)
+    counts = torch.full((len(rows),), float(block), device=values.device)
+    if values.numel() % block:
+        counts[-1] = values.numel() % block
+    scales = rows.abs().sum(1) / counts
+    return torch.cat([scales.view(torch.uint8), pack_bits(values >= 0)])
+
+
+def unpack_signs(message: Tensor, numel: int, block: int) -> Tensor:
+    """Plus or minus the magnitude of the block."""
+    blocks = -(-numel // block)
+    expect_length(message, blocks * SCALE_BYTES + (numel + 7) // 8, "signs")
+    scales = message[: blocks * SCALE_BYTES].clone().view(torch.float32)
+    signs = unpack_bits(message[blocks * SCALE_BYTES :], numel).to(torch.float32) * 2 - 1
+    return (padded(signs, block).view(-1, block) * scales.unsqueeze(1)).view(-1)[:numel]
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Eight in a byte, the first in the lowest bit."""
+    weights = 2 ** torch.arange(8, device=bits.device, dtype=torch.uint8)
+    return (padded(bits.to(torch.uint8), 8).view(-1, 8) * weights).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(message: Tensor, numel: int) -> Tensor:
+    """The other way round."""
+    shifts = torch.arange(8, device=message.device, dtype=torch.uint8)
+    return ((message.unsqueeze(1) >> shifts) & 1).view(-1)[:numel].bool()
+
+
+def select_largest(values: Tensor, count: int) -> Tensor:
+    """The positions of the entries that are largest by magnitude, ascending."""
+    return values.abs().topk(count, sorted=False).indices.sort().values
+
+
+def padded(values: Tensor, multiple: int) -> Tensor:
+    """With zeros at the end, up to a multiple."""
+    missing = -values.numel() % multiple
+    return torch.cat([values, values.new_zeros(missing)]) if missing else values
+
+
+def expect_length(message: Tensor, nbytes: int, what: str) -> None:
+    """Refuse a message of another length."""
+    if message.numel() != nbytes:
+        raise CorruptMessage(f"{message.numel()} bytes of {what} came where {nbytes} were expected")
