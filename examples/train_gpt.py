@@ -27,7 +27,9 @@ def main() -> None:
     model = make_gpt(shape, seed=fabric.rank)  # whatever the others start with, they get the weights of rank 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
-    sync = syncline.Sync(model, optimizer, collective=options.collective, accumulate=options.accumulate)
+    sync = syncline.Sync(
+        model, optimizer, codec=options.codec, collective=options.collective, accumulate=options.accumulate
+    )
 
     started = time.perf_counter()
     for step in range(options.steps):
@@ -52,6 +54,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--size", choices=SHAPES, default="10M")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and backward pass")
     parser.add_argument("--accumulate", type=int, default=1, help="backward passes per optimizer step")
+    parser.add_argument("--codec", default="none", help="none, fp16, int8, topk:0.01, powersgd:4, ...")
     parser.add_argument("--collective", default="auto", help="auto, ring, tree, engine, ...")
     parser.add_argument("--fabric", default="auto", help="auto, shm, torch")
     return parser.parse_args()

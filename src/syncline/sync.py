@@ -20,13 +20,16 @@ from torch.optim import Optimizer
 
 from syncline.buckets.parameters import Named, check_parameters, describe_layout, parameters_of, sparse_names
 from syncline.buckets.reducer import Reducer, Verdict
+from syncline.codecs.codec import Codec
+from syncline.codecs.feedback import Units
+from syncline.codecs.registry import codec_of
 from syncline.collectives.registry import algorithm
 from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import compare_replicas
 from syncline.guards.finite import POLICIES, Policy, Skipping, WithheldGradients, is_finite
-from syncline.pipeline import Pipeline
+from syncline.pipeline import make_pipeline
 from syncline.replicas import average_buffers, broadcast_tensors, compare_layouts, model_tensors, optimizer_tensors
 from syncline.tracing.spans import Recorder
 from syncline.tracing.totals import Totals, mean_totals
@@ -41,6 +44,7 @@ DIVISORS = ("world", "active")
 class Settings:
     """Everything that can be chosen; all ranks choose the same."""
 
+    codec: Codec  # how much is said
     collective: str  # who sends what to whom
     bucket_bytes: int  # larger has fewer messages, smaller starts earlier
     first_bucket_bytes: int  # small, so that communication starts early
@@ -49,6 +53,7 @@ class Settings:
     nonfinite: Policy  # what to do about NaN and infinity: skip the step, raise, or ignore
     most_skips: int  # in a row, before it is an error
     check_every: int  # compare replicas bit by bit every so many steps; 0 is never
+    seed: int  # of what codecs draw at random
 
     def __post_init__(self) -> None:
         for name, least in (("bucket_bytes", 1), ("first_bucket_bytes", 1), ("accumulate", 1), ("check_every", 0)):
@@ -76,6 +81,7 @@ class Sync:
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         fabric: Fabric | str = "auto",
+        codec: str | Codec = "none",
         collective: str = "auto",
         bucket_bytes: int = 25 * MIB,
         first_bucket_bytes: int = MIB,
@@ -84,12 +90,16 @@ class Sync:
         nonfinite: Policy = "skip",
         most_skips: int = 10,
         check_every: int = 0,
+        seed: int = 0,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if collective not in ("auto", "engine"):
             algorithm(collective)  # a name that is unknown is refused here
         self.model = model
         self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.scaler = scaler  # what is kept by error feedback follows its scale
         self.settings = Settings(
+            codec=codec_of(codec),
             collective=collective,
             bucket_bytes=bucket_bytes,
             first_bucket_bytes=first_bucket_bytes,
@@ -98,6 +108,7 @@ class Sync:
             nonfinite=nonfinite,
             most_skips=most_skips,
             check_every=check_every,
+            seed=seed,
         )
         self.recorder = Recorder()
         self.skipping = Skipping(self.settings.nonfinite, self.settings.most_skips)
@@ -127,7 +138,14 @@ class Sync:
         self.fabric = fabric
         self.reducer = Reducer(
             fabric,
-            Pipeline(fabric, self.settings.collective, self.recorder),
+            make_pipeline(
+                fabric,
+                self.settings.collective,
+                self.recorder,
+                self.settings.codec,
+                self.settings.seed,
+                self._units,
+            ),
             named,
             sparse_names(self.model),
             self.settings.first_bucket_bytes,
@@ -210,7 +228,26 @@ class Sync:
             self.reducer.scale(self.fabric.world / len(verdict.active))
         if self.settings.check_every and self.reducer.passes % self.settings.check_every == 0:
             compare_replicas(self.fabric, self._replicated(), f"before step {self.reducer.passes}")
-        self.problem = "a rank failed in its backward pass" if verdict.failed else self._what_is_not_finite()
+        self.problem = self._what_is_wrong(verdict)
+
+    def _what_is_wrong(self, verdict: Verdict) -> str:
+        """With the gradients at hand; empty if nothing is."""
+        assert self.reducer is not None
+        if verdict.failed:
+            return "a rank failed in its backward pass"
+        if verdict.bad:
+            names = [slot.name for slot in self.reducer.buckets[verdict.bad[0]].slots]
+            return f"the gradient of one of {', '.join(names[:3])} is not finite on some rank"
+        return self._what_is_not_finite()
+
+    def _units(self) -> Units:
+        """What gradients are worth now."""
+        rates = {
+            id(p): float(group["lr"]) for o in self.optimizers for group in o.param_groups for p in group["params"]
+        }
+        named = parameters_of(self.model)
+        scale = self.scaler.get_scale() if self.scaler is not None else 1.0
+        return Units({name: rates[id(p)] for name, p in named if id(p) in rates}, scale)
 
     def _what_is_not_finite(self) -> str:
         """Which gradients are NaN or infinite; empty if none is."""

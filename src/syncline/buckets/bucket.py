@@ -1,11 +1,12 @@
 """A bucket: gradients that travel together, as views of one flat buffer in memory that the fabric can reach.
 
-    values                                        flags                        verdict, in one bucket
-    gradient 0 | gradient 1 | ... | gradient k    one for each gradient        abandoned | rank 0 | rank 1 | ...
+    values                                        tail
+    gradient 0 | gradient 1 | ... | gradient k    flags, one for each gradient | bad | verdict, in one bucket
+                                                                                     failed | rank 0 | rank 1 | ...
 
 The flags are 1 where this rank has that gradient and 0 where it has none; they are averaged along with the values, so a
-mean of 0 says that no rank had it, which costs no message. The verdict is what all ranks must know at the end of a
-pass: whether one of them gave it up, and which of them took part with data.
+mean of 0 says that no rank had it, which costs no message. Bad is set by a rank whose gradients a codec cannot encode.
+The verdict is what all ranks must know at the end of a pass: whether one of them failed, and which took part with data.
 """
 
 from __future__ import annotations
@@ -53,10 +54,12 @@ class Bucket:
         self.number = number  # the order in which buckets leave
         self.slots = slots
         self.small = [slot for slot in slots if slot.is_small]
-        self.flat = fabric.buffer(numel + len(slots) + (1 + fabric.world) * has_verdict, dtype)
+        self.flat = fabric.buffer(numel + len(slots) + 1 + (1 + fabric.world) * has_verdict, dtype)
         self.values = self.flat[:numel]
-        self.flags = self.flat[numel : numel + len(slots)]
-        self.verdict = self.flat[numel + len(slots) :]
+        self.tail = self.flat[numel:]
+        self.flags = self.tail[: len(slots)]
+        self.bad = self.tail[len(slots) : len(slots) + 1]
+        self.verdict = self.tail[len(slots) + 1 :]
         self.missing = 0  # gradients that are still to come
         start = 0
         for slot in slots:

@@ -35,7 +35,13 @@ class Verdict:
     """What all ranks know at the end of a pass."""
 
     failed: bool  # a rank failed in its backward pass, so the gradients mean nothing
+    bad: tuple[int, ...]  # buckets that were not finite on some rank before they were encoded
     active: tuple[int, ...]  # ranks that took part with data
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the gradients can be used."""
+        return not self.failed and not self.bad
 
 
 @dataclass
@@ -203,11 +209,12 @@ class Reducer:
 
     def send(self, bucket: Bucket, current: Pass) -> None:
         """The next bucket leaves."""
+        bucket.bad.zero_()
         if bucket is self.judged:
             bucket.verdict.zero_()
             bucket.verdict[0] = float(current.failed)
             bucket.verdict[1 + self.fabric.rank] = float(current.has_data)
-        current.flights.append(self.pipeline.start(bucket.number, bucket))
+        current.flights.append(self.pipeline.start(self.passes, bucket))
         current.next_bucket += 1
         self.tell(current, computing=True)
 
@@ -292,6 +299,8 @@ class Reducer:
             self.wait(flight)
         self.adopt_unfrozen(current)
         verdict = self.read_verdict()
+        for bucket in self.buckets:
+            self.pipeline.settle(bucket, verdict.is_good)
         takes = current.has_data and not current.failed
         for slot in self.sparse:
             average_sparse(self.fabric, slot.parameter, takes)
@@ -327,7 +336,8 @@ class Reducer:
         """The same on every rank."""
         assert self.judged is not None
         failed, *active = self.judged.verdict.tolist()
-        return Verdict(failed > 0, tuple(rank for rank, part in enumerate(active) if part > 0))
+        bad = tuple(bucket.number for bucket in self.buckets if bucket.bad.item() > 0)
+        return Verdict(failed > 0, bad, tuple(rank for rank, part in enumerate(active) if part > 0))
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -355,3 +365,4 @@ class Reducer:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+        self.pipeline.close()

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.bench.side_by_side import METHODS, Record, Request, train_side_by_side
+from syncline.codecs.registry import codec_of
 from syncline.collectives.registry import algorithm
 from syncline.errors import ConfigError, UnknownName
 from syncline.units import format_bytes, format_seconds
@@ -23,6 +24,9 @@ def demo(
     steps: Annotated[int, typer.Option(help="Optimizer steps of each training.")] = 40,
     size: Annotated[str, typer.Option(help=f"Of the GPT: {', '.join(SHAPES)} parameters.")] = "10M",
     batch: Annotated[int, typer.Option(help="Sequences of 64 bytes per rank and step.")] = 8,
+    codec: Annotated[
+        str, typer.Option(help="How much is said: `none`, `int8`, `topk:0.01`, `powersgd:4`, ...")
+    ] = "none",
     collective: Annotated[str, typer.Option(help="Who sends what to whom: `auto`, `ring`, `tree`, ...")] = "auto",
     accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
     html: Annotated[Path, typer.Option(metavar="FILE", help="Where the report goes.")] = Path("syncline-demo.html"),
@@ -41,7 +45,8 @@ def demo(
         raise UnknownName("size", size, SHAPES)
     if collective != "auto":
         algorithm(collective)
-    request = Request(workers, steps, size, batch, collective, accumulate)
+    codec_of(codec)
+    request = Request(workers, steps, size, batch, codec, collective, accumulate)
     console = Console(highlight=False)
     if not as_json:
         console.print(f"A GPT of {size} parameters learns Python's standard library, on {workers} processes.\n")
@@ -65,6 +70,7 @@ def table_of(records: dict[str, Record]) -> Table:
         "step, median": lambda r: format_seconds(r.median_step_s),
         "exposed communication": lambda r: f"{format_seconds(r.median_exposed_s)} ({100 * r.exposed_share:.1f} %)",
         "gradients per step": lambda r: format_bytes(r.nbytes),
+        "said per rank and step": lambda r: format_bytes(r.sent_bytes),
         "speed-up": lambda r: f"{first.median_step_s / r.median_step_s:.2f} x",
         "final loss": lambda r: f"{r.losses[-1]:.5f}",
     }

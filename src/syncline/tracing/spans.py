@@ -15,7 +15,8 @@ class BucketSpan(NamedTuple):
     """One bucket in one pass."""
 
     bucket: int
-    nbytes: int
+    nbytes: int  # of the gradients
+    sent_bytes: int  # what this rank had to say about them
     ready_ns: int
     began_ns: int
     met_ns: int

@@ -21,6 +21,7 @@ class Totals:
     hidden_s: float  # communication while the rank computed
     waiting_s: float  # of all communication: until the last rank had arrived
     nbytes: int  # of gradients, before any codec
+    sent_bytes: int  # what a rank had to say about them
     skipped: int
 
     @property
@@ -33,7 +34,8 @@ class Totals:
             f"{format_seconds(self.step_s)} a step over {self.steps} steps: compute {format_seconds(self.compute_s)}, "
             f"exposed communication {format_seconds(self.exposed_s)} ({100 * self.exposed_share:.1f} %), "
             f"hidden {format_seconds(self.hidden_s)}, of both waiting for others {format_seconds(self.waiting_s)}; "
-            f"{format_bytes(self.nbytes)} of gradients; {self.skipped} steps skipped"
+            f"{format_bytes(self.nbytes)} of gradients as {format_bytes(self.sent_bytes)}; "
+            f"{self.skipped} steps skipped"
         )
 
 
@@ -51,6 +53,7 @@ def totals_of(step: StepSpan) -> Totals:
         hidden_s=max(busy_ns - exposed_ns, 0) / 1e9,
         waiting_s=waiting_ns / 1e9,
         nbytes=sum(span.nbytes for span in step.buckets),
+        sent_bytes=sum(span.sent_bytes for span in step.buckets),
         skipped=int(step.skipped),
     )
 
@@ -59,7 +62,7 @@ def mean_totals(steps: Sequence[StepSpan]) -> Totals:
     """The means over steps; zeros where there are none."""
     each = [totals_of(step) for step in steps]
     if not each:
-        return Totals(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0)
+        return Totals(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
     return Totals(
         steps=len(each),
         step_s=mean(one.step_s for one in each),
@@ -68,5 +71,6 @@ def mean_totals(steps: Sequence[StepSpan]) -> Totals:
         hidden_s=mean(one.hidden_s for one in each),
         waiting_s=mean(one.waiting_s for one in each),
         nbytes=round(mean(one.nbytes for one in each)),
+        sent_bytes=round(mean(one.sent_bytes for one in each)),
         skipped=sum(one.skipped for one in each),
     )

@@ -1,0 +1,61 @@
+"""Error feedback, the same for every codec: what was not sent is kept, and added to the next gradient.
+
+Kept in fp32, by parameter. It is kept in the units of a step, not of a gradient: when the learning rate changes it is
+scaled so that the step it stands for stays the same, and when the scale of the loss changes it follows the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.codec import Part
+
+
+@dataclass(frozen=True)
+class Units:
+    """What a gradient is worth now: the learning rate of each parameter, and the scale of the loss."""
+
+    learning_rates: dict[str, float]
+    loss_scale: float = 1.0
+
+
+class Feedback:
+    """What the parameters of one bucket have kept."""
+
+    def __init__(self, parts: Sequence[Part], units: Callable[[], Units], device: torch.device) -> None:
+        self.parts = parts
+        self.units = units
+        self.kept = torch.zeros(parts[-1].hi if parts else 0, device=device)
+        self.worth: dict[str, float] = {}  # of a unit of what was kept, by parameter
+
+    def add_to(self, values: Tensor) -> None:
+        """Add what was kept to a new gradient."""
+        units = self.units()
+        factors = {part.name: self.factor(part.name, units) for part in self.parts}
+        if set(factors.values()) == {1.0}:
+            values.add_(self.kept)
+            return
+        for part in self.parts:
+            values[part.lo : part.hi].add_(self.kept[part.lo : part.hi], alpha=factors[part.name])
+
+    def factor(self, name: str, units: Units) -> float:
+        """By how much what was kept of a parameter has to be scaled. A learning rate of 0 changes nothing."""
+        now = worth_of(name, units)
+        before = self.worth.get(name, now)
+        return before / now if now else 1.0
+
+    def commit(self, left: Tensor) -> None:
+        """Keep what was not sent."""
+        units = self.units()
+        self.kept.copy_(left)
+        for part in self.parts:
+            self.worth[part.name] = worth_of(part.name, units) or self.worth.get(part.name, 0.0)
+
+
+def worth_of(name: str, units: Units) -> float:
+    """How far a step goes for a unit of this parameter's gradient."""
+    return units.learning_rates.get(name, 1.0) / units.loss_scale
