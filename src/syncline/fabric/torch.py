@@ -125,10 +125,20 @@ class TorchFabric(MessageFabric):
         return self.board.read(self._peer(rank))
 
     def _sibling(self) -> TorchFabric:
+        """Torch names a new group of all ranks by a count, and one of some ranks after them.
+
+        The second name would be used again, and meet what is left in the store, if such a group were destroyed: so it
+        is not, before the process ends.
+        """
         ranks = dist.get_process_group_ranks(self.group)
-        patience = timedelta(seconds=self.deadlines.join)
-        group = dist.new_group(ranks, timeout=patience, backend=self.backend, use_local_synchronization=True)
-        return TorchFabric(group, self.deadlines, owns_group=True)
+        is_whole = len(ranks) == dist.get_world_size()
+        group = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=self.deadlines.join),
+            backend=self.backend,
+            use_local_synchronization=not is_whole,
+        )
+        return TorchFabric(group, self.deadlines, owns_group=is_whole)
 
     def _close(self, drain: bool) -> None:
         if not drain and self.worker.busy():
