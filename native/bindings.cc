@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "build_info.h"
+#include "codec_kernels.h"
 #include "group.h"
 
 namespace nb = nanobind;
@@ -109,6 +110,33 @@ void run_schedule(Group& group, uintptr_t data, uint64_t count, int dtype, int o
   group.run(schedule_call(reduce_call(data, count, dtype, op, label), rows));
 }
 
+void bind_codecs(nb::module_& m) {
+  m.def("quantize", [](uintptr_t scales, uintptr_t codes, uintptr_t values, uintptr_t noise, size_t count, size_t block, int bits) {
+          codec_kernels().quantize(at<float>(scales), at<uint8_t>(codes), at<float>(values), at<float>(noise), count, block, bits);
+        }, "scales"_a, "codes"_a, "values"_a, "noise"_a, "count"_a, "block"_a, "bits"_a, ReleaseGil());
+  m.def("dequantize", [](uintptr_t out, uintptr_t scales, uintptr_t codes, size_t count, size_t block, int bits) {
+          codec_kernels().dequantize(at<float>(out), at<float>(scales), at<uint8_t>(codes), count, block, bits);
+        }, "out"_a, "scales"_a, "codes"_a, "count"_a, "block"_a, "bits"_a, ReleaseGil());
+  m.def("pack_signs", [](uintptr_t scales, uintptr_t bits, uintptr_t values, size_t count, size_t block) {
+          codec_kernels().pack_signs(at<float>(scales), at<uint8_t>(bits), at<float>(values), count, block);
+        }, "scales"_a, "bits"_a, "values"_a, "count"_a, "block"_a, ReleaseGil());
+  m.def("unpack_signs", [](uintptr_t out, uintptr_t scales, uintptr_t bits, size_t count, size_t block) {
+          codec_kernels().unpack_signs(at<float>(out), at<float>(scales), at<uint8_t>(bits), count, block);
+        }, "out"_a, "scales"_a, "bits"_a, "count"_a, "block"_a, ReleaseGil());
+  m.def("select_largest", [](uintptr_t positions, uintptr_t values, size_t count, size_t wanted) {
+          select_largest(at<int64_t>(positions), at<float>(values), count, wanted);
+        }, "positions"_a, "values"_a, "count"_a, "wanted"_a, ReleaseGil());
+  m.def("times_right", [](uintptr_t left, uintptr_t matrix, size_t rows, size_t columns, uintptr_t right, size_t factors) {
+          codec_kernels().times_right(at<float>(left), at<float>(matrix), {rows, columns}, at<float>(right), factors);
+        }, "left"_a, "matrix"_a, "rows"_a, "columns"_a, "right"_a, "factors"_a, ReleaseGil());
+  m.def("times_left", [](uintptr_t right, uintptr_t matrix, size_t rows, size_t columns, uintptr_t left, size_t factors) {
+          codec_kernels().times_left(at<float>(right), at<float>(matrix), {rows, columns}, at<float>(left), factors);
+        }, "right"_a, "matrix"_a, "rows"_a, "columns"_a, "left"_a, "factors"_a, ReleaseGil());
+  m.def("subtract_product", [](uintptr_t matrix, size_t rows, size_t columns, uintptr_t left, uintptr_t right, size_t factors) {
+          codec_kernels().subtract_product(at<float>(matrix), {rows, columns}, at<float>(left), at<float>(right), factors);
+        }, "matrix"_a, "rows"_a, "columns"_a, "left"_a, "right"_a, "factors"_a, ReleaseGil());
+}
+
 void bind_group(nb::module_& m) {
   nb::class_<Handle>(m, "Handle")
       .def("wait", &Handle::wait, "seconds"_a = -1.0, ReleaseGil())
@@ -180,5 +208,6 @@ NB_MODULE(_native, m) {
     return result;
   }, nb::sig("def build_info() -> dict[str, str]"));
 
+  bind_codecs(m);
   bind_group(m);
 }

@@ -1,2 +1,3 @@
 #define SYNCLINE_KERNELS avx2
 #include "kernels_body.h"
+#include "codec_kernels_body.h"

@@ -1,5 +1,6 @@
 #include <thread>
 
+#include "clock.h"
 #include "twin.h"
 
 using namespace syncline;
@@ -141,4 +142,61 @@ TEST(a_signal_handler_may_interrupt_a_wait) {
     }
     CHECK(interrupted);
   }, settings);
+}
+
+TEST(the_times_of_a_call_are_in_order_and_show_who_was_late) {
+  run_ranks(2, [](Group& group) {
+    std::vector<int64_t> values(1000, group.rank());
+    group.barrier();
+    if (group.rank() == 1) sleep_s(0.3);
+    const uint64_t before = now_ns();
+    auto handle = group.submit(sum_of(values));
+    if (group.rank() == 0) {
+      CHECK(!handle->wait(0.05));
+      CHECK(handle->times().ended_ns == 0);  // not done yet
+    }
+    CHECK(handle->wait(20));
+    const Times times = handle->times();
+    CHECK(before <= times.began_ns && times.began_ns <= times.met_ns);
+    CHECK(times.met_ns <= times.ended_ns && times.ended_ns <= now_ns());
+    const double waited_s = double(times.met_ns - times.began_ns) * 1e-9;
+    CHECK(group.rank() == 0 ? waited_s >= 0.25 : waited_s < 0.2, "(rank %d waited %.3f s)", group.rank(), waited_s);
+
+    std::vector<std::vector<int64_t>> more(5, std::vector<int64_t>(100'000, 1));
+    std::vector<std::shared_ptr<Handle>> handles;
+    for (auto& each : more) handles.push_back(group.submit(sum_of(each)));
+    uint64_t last = times.ended_ns;
+    for (auto& each : handles) {
+      CHECK(each->wait(20));
+      CHECK(last <= each->times().began_ns);  // one after the other
+      last = each->times().ended_ns;
+    }
+  });
+}
+
+TEST(notes_can_be_read_by_all_ranks_at_any_time) {
+  run_ranks(3, [](Group& group) {
+    const auto note_for = [](int rank, uint64_t turn) { return Note{uint64_t(rank) + 1, turn, UINT64_MAX - turn, 7}; };
+    for (int rank = 0; rank < group.world(); ++rank) CHECK(group.note_of(rank) == Note{});
+    for (uint64_t turn = 1; turn < 4; ++turn) {
+      group.barrier();
+      group.write_note(note_for(group.rank(), turn));
+      CHECK(group.note_of(group.rank()) == note_for(group.rank(), turn));
+      group.barrier();
+      for (int rank = 0; rank < group.world(); ++rank) CHECK(group.note_of(rank) == note_for(rank, turn));
+    }
+    for (const int rank : {-1, group.world()}) {
+      bool refused = false;
+      try {
+        (void)group.note_of(rank);
+      } catch (const std::invalid_argument&) {
+        refused = true;
+      }
+      CHECK(refused);
+    }
+    group.barrier();
+    if (group.rank() == 2) return;  // leaves, and its note stays
+    sleep_s(0.3);
+    CHECK(group.note_of(2) == note_for(2, 3));
+  });
 }

@@ -1,7 +1,115 @@
-"""The kernels of codecs: native ones for float32 in the memory of this machine, their twins elsewhere."""
+"""The kernels of codecs: native ones for float32 in the memory of this machine, their twins elsewhere.
+
+Thin factors of PowerSGD are given by columns: `(factors, length)`.
+"""
 
 from __future__ import annotations
 
-from syncline.codecs.twins import dequantize, pack_signs, quantize, select_largest, unpack_signs
+from types import ModuleType
 
-__all__ = ["dequantize", "pack_signs", "quantize", "select_largest", "unpack_signs"]
+import torch
+from torch import Tensor
+
+from syncline.codecs import twins
+from syncline.codecs.twins import SCALE_BYTES, expect_length
+
+try:
+    from syncline import _native as found
+except ImportError:
+    native: ModuleType | None = None
+else:
+    native = found
+
+
+def runs_natively(*tensors: Tensor | None) -> bool:
+    """Whether the native kernels can take these."""
+    return native is not None and all(
+        tensor is None or (tensor.device.type == "cpu" and tensor.is_contiguous()) for tensor in tensors
+    )
+
+
+def quantize(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Tensor:
+    """Block scales, then integers of 8 or 4 bits."""
+    if not runs_natively(values, noise) or values.dtype != torch.float32:
+        return twins.quantize(values, block, bits, noise)
+    count = values.numel()
+    head = -(-count // block) * SCALE_BYTES
+    message = torch.empty(head + (count * bits + 7) // 8, dtype=torch.uint8)
+    start = message.data_ptr()
+    drawn = 0 if noise is None else noise.data_ptr()
+    native.quantize(start, start + head, values.data_ptr(), drawn, count, block, bits)  # type: ignore[union-attr]
+    return message
+
+
+def dequantize(message: Tensor, numel: int, block: int, bits: int) -> Tensor:
+    """The values of a message."""
+    if not runs_natively(message):
+        return twins.dequantize(message, numel, block, bits)
+    head = -(-numel // block) * SCALE_BYTES
+    expect_length(message, head + (numel * bits + 7) // 8, "quantized values")
+    out = torch.empty(numel)
+    start = message.data_ptr()
+    native.dequantize(out.data_ptr(), start, start + head, numel, block, bits)  # type: ignore[union-attr]
+    return out
+
+
+def pack_signs(values: Tensor, block: int) -> Tensor:
+    """Mean magnitudes of blocks, then signs."""
+    if not runs_natively(values) or values.dtype != torch.float32:
+        return twins.pack_signs(values, block)
+    count = values.numel()
+    head = -(-count // block) * SCALE_BYTES
+    message = torch.empty(head + (count + 7) // 8, dtype=torch.uint8)
+    start = message.data_ptr()
+    native.pack_signs(start, start + head, values.data_ptr(), count, block)  # type: ignore[union-attr]
+    return message
+
+
+def unpack_signs(message: Tensor, numel: int, block: int) -> Tensor:
+    """Plus or minus the magnitude of the block."""
+    if not runs_natively(message):
+        return twins.unpack_signs(message, numel, block)
+    head = -(-numel // block) * SCALE_BYTES
+    expect_length(message, head + (numel + 7) // 8, "signs")
+    out = torch.empty(numel)
+    start = message.data_ptr()
+    native.unpack_signs(out.data_ptr(), start, start + head, numel, block)  # type: ignore[union-attr]
+    return out
+
+
+def select_largest(values: Tensor, count: int) -> Tensor:
+    """The positions of the entries that are largest by magnitude, ascending."""
+    if not runs_natively(values) or values.dtype != torch.float32 or values.numel() >= 2**32:
+        return twins.select_largest(values, count)
+    positions = torch.empty(count, dtype=torch.int64)
+    native.select_largest(positions.data_ptr(), values.data_ptr(), values.numel(), count)  # type: ignore[union-attr]
+    return positions
+
+
+def times_right(matrix: Tensor, right: Tensor) -> Tensor:
+    """`matrix @ right.T`, by columns."""
+    if not runs_natively(matrix, right):
+        return twins.times_right(matrix, right)
+    left = torch.empty(len(right), len(matrix))
+    rows, columns = matrix.shape
+    native.times_right(left.data_ptr(), matrix.data_ptr(), rows, columns, right.data_ptr(), len(right))  # type: ignore[union-attr]
+    return left
+
+
+def times_left(matrix: Tensor, left: Tensor) -> Tensor:
+    """`matrix.T @ left.T`, by columns."""
+    if not runs_natively(matrix, left):
+        return twins.times_left(matrix, left)
+    right = torch.empty(len(left), matrix.shape[1])
+    rows, columns = matrix.shape
+    native.times_left(right.data_ptr(), matrix.data_ptr(), rows, columns, left.data_ptr(), len(left))  # type: ignore[union-attr]
+    return right
+
+
+def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
+    """`matrix -= left.T @ right`"""
+    if not runs_natively(matrix, left, right):
+        twins.subtract_product(matrix, left, right)
+        return
+    rows, columns = matrix.shape
+    native.subtract_product(matrix.data_ptr(), rows, columns, left.data_ptr(), right.data_ptr(), len(left))  # type: ignore[union-attr]

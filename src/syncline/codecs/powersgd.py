@@ -2,9 +2,9 @@
 
     P = M Q, averaged and made orthonormal; Q = M' P, averaged; the mean is about P Q'.
 
-The last Q is where the next step starts, so that over steps it follows the directions that matter. What is kept is this
-rank's own matrix less its own product, not the averaged one, which keeps it bounded. Vectors and matrices that would
-hardly get smaller go as they are. (Vogels, Karimireddy, Jaggi 2019)
+Both thin matrices are held by columns. The last Q is where the next step starts, so that over steps it follows the
+directions that matter. What is kept is this rank's own matrix less its own product, not the averaged one, which keeps
+it bounded. Vectors and matrices that would hardly get smaller go as they are. (Vogels, Karimireddy, Jaggi 2019)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Conversation, Mean
 from syncline.errors import ConfigError
@@ -41,7 +42,7 @@ class PowerSGD(Codec):
             rows, columns = matrix_shape(part)
             place = Place(0, 1, 0, 0, (part,))
             generator = place.generator(torch.device("cpu"), "powersgd")
-            factor = torch.randn(columns, min(self.rank, rows, columns), generator=generator)
+            factor = torch.randn(min(self.rank, rows, columns), columns, generator=generator)
             state[f"{part.name}/factor"] = factor.to(device)
         return state
 
@@ -56,14 +57,15 @@ class PowerSGD(Codec):
         matrices = [part for part in place.parts if self.shrinks(part)]
         others = [part for part in place.parts if not self.shrinks(part)]
         views = [values[part.lo : part.hi].view(matrix_shape(part)) for part in matrices]
-        lefts = [view @ state[f"{part.name}/factor"] for part, view in zip(matrices, views, strict=True)]
+        starts = [state[f"{part.name}/factor"] for part in matrices]
+        lefts = [kernels.times_right(view, start) for view, start in zip(views, starts, strict=True)]
         dense = [values[part.lo : part.hi] for part in others]
         told = yield Mean(together([*dense, *lefts], values))
         averaged = apart(told, [*dense, *lefts])
         plain, bases = averaged[: len(dense)], [orthonormal(left) for left in averaged[len(dense) :]]
-        rights = [view.T @ basis for view, basis in zip(views, bases, strict=True)]
+        rights = [kernels.times_left(view, basis) for view, basis in zip(views, bases, strict=True)]
         for view, basis, right in zip(views, bases, rights, strict=True):
-            view.sub_(basis @ right.T)
+            kernels.subtract_product(view, basis, right)
         for piece in dense:
             piece.zero_()
         told = yield Mean(together(rights, values))
@@ -75,7 +77,7 @@ class PowerSGD(Codec):
             for part, mean in zip(others, plain, strict=True):
                 out[part.lo : part.hi] = mean
             for part, basis, factor in zip(matrices, bases, factors, strict=True):
-                torch.mm(basis, factor.T, out=out[part.lo : part.hi].view(matrix_shape(part)))
+                torch.mm(basis.T, factor, out=out[part.lo : part.hi].view(matrix_shape(part)))
 
         return write
 
@@ -98,15 +100,14 @@ def apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def orthonormal(matrix: Tensor) -> Tensor:
-    """Gram-Schmidt, twice for exactness, column by column in a fixed order; a column of nothing stays nothing."""
-    columns = list(matrix.unbind(1))
+    """Gram-Schmidt, twice for exactness, row by row in a fixed order; a row of nothing stays nothing."""
     done: list[Tensor] = []
-    for column in columns:
-        rest = column
+    for row in matrix.unbind(0):
+        rest = row
         for _ in range(2):
             for other in done:
                 rest = rest - other * (other @ rest)
         length = rest.norm()
-        tiny = length <= 1e-6 * column.norm() or not length > 0
+        tiny = length <= 1e-6 * row.norm() or not length > 0
         done.append(torch.zeros_like(rest) if tiny else rest / length)
-    return torch.stack(done, 1)
+    return torch.stack(done)

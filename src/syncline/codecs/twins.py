@@ -93,3 +93,18 @@ def expect_length(message: Tensor, nbytes: int, what: str) -> None:
     """Refuse a message of another length."""
     if message.numel() != nbytes:
         raise CorruptMessage(f"{message.numel()} bytes of {what} came where {nbytes} were expected")
+
+
+def times_right(matrix: Tensor, right: Tensor) -> Tensor:
+    """`matrix @ right.T`, by columns."""
+    return right @ matrix.T
+
+
+def times_left(matrix: Tensor, left: Tensor) -> Tensor:
+    """`matrix.T @ left.T`, by columns."""
+    return left @ matrix
+
+
+def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
+    """`matrix -= left.T @ right`"""
+    matrix.sub_(left.T @ right)

@@ -1,0 +1,41 @@
+// The kernels of codecs: float32 values to messages and back. Messages are laid out by the callers in Python.
+//
+// A block of values shares a scale; the last block may be short. Bits and halves of bytes are filled from the lowest.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace syncline {
+
+// A matrix of `rows` x `columns`, row by row.
+struct MatrixShape {
+  size_t rows, columns;
+};
+constexpr size_t max_factors = 64;
+
+struct CodecTable {
+  // Integers of 8 or 4 bits: the largest of a block becomes 127 or 7. `noise` in [0, 1) rounds at random; null rounds to nearest.
+  void (*quantize)(float* scales, uint8_t* codes, const float* values, const float* noise, size_t count, size_t block, int bits);
+  void (*dequantize)(float* out, const float* scales, const uint8_t* codes, size_t count, size_t block, int bits);
+
+  // Signs, 1 for zero and above, and the mean magnitude of each block.
+  void (*pack_signs)(float* scales, uint8_t* bits, const float* values, size_t count, size_t block);
+  void (*unpack_signs)(float* out, const float* scales, const uint8_t* bits, size_t count, size_t block);
+
+  // Writes the positions whose magnitude, as the bits of a float, is at least `least`; returns how many, at most `room`.
+  size_t (*collect)(uint32_t* positions, size_t room, const float* values, size_t count, uint32_t least);
+
+  // Products with thin matrices, which are given by columns: `factors` rows, each as long as the matrix is wide or high.
+  void (*times_right)(float* left, const float* matrix, MatrixShape, const float* right, size_t factors);
+  void (*times_left)(float* right, const float* matrix, MatrixShape, const float* left, size_t factors);
+  void (*subtract_product)(float* matrix, MatrixShape, const float* left, const float* right, size_t factors);
+};
+
+const CodecTable& codec_kernels();                               // the best that this processor can run
+const CodecTable* const* codec_tables(int* num_tables);          // all that it can run; the first is portable
+
+// The positions of the `wanted` values that are largest by magnitude, ascending; of equal ones the first.
+void select_largest(int64_t* positions, const float* values, size_t count, size_t wanted);
+
+}  // namespace syncline

@@ -1,0 +1,216 @@
+// The kernels of codecs, compiled once per instruction set, as kernels_body.h is. Plain loops that the compiler vectorises.
+#include <cmath>
+#include <cstring>
+
+#include "codec_kernels.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace syncline {
+namespace SYNCLINE_KERNELS {
+namespace {
+
+constexpr size_t lanes = 16;
+
+size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+float largest_magnitude(const float* values, size_t count) {
+  float largest[lanes] = {};
+  size_t i = 0;
+  for (; i + lanes <= count; i += lanes)
+    for (size_t k = 0; k < lanes; ++k) {
+      const float size = std::fabs(values[i + k]);
+      largest[k] = size > largest[k] ? size : largest[k];
+    }
+  float all = 0;
+  for (size_t k = 0; k < lanes; ++k) all = largest[k] > all ? largest[k] : all;
+  for (; i < count; ++i) all = std::fabs(values[i]) > all ? std::fabs(values[i]) : all;
+  return all;
+}
+
+// Adding and taking away 1.5 * 2^23 rounds to nearest, ties to even, as the float unit does it.
+float nearest(float value) {
+  constexpr float magic = 12582912.0f;
+  return (value + magic) - magic;
+}
+
+void codes_of(int8_t* codes, const float* values, const float* noise, float scale, float levels, size_t count) {
+  if (noise == nullptr) {
+    for (size_t i = 0; i < count; ++i) {
+      const float whole = nearest(values[i] / scale);
+      codes[i] = int8_t(int32_t(whole > levels ? levels : whole < -levels ? -levels : whole));
+    }
+  } else {
+    for (size_t i = 0; i < count; ++i) {
+      const float whole = std::floor(values[i] / scale + noise[i]);
+      codes[i] = int8_t(int32_t(whole > levels ? levels : whole < -levels ? -levels : whole));
+    }
+  }
+}
+
+void quantize(float* scales, uint8_t* codes, const float* values, const float* noise, size_t count, size_t block, int bits) {
+  const float levels = bits == 8 ? 127.0f : 7.0f;
+  constexpr size_t chunk = 512;
+  int8_t some[chunk];
+  for (size_t at = 0, number = 0; at < count; at += block, ++number) {
+    const size_t now = smaller(block, count - at);
+    const float scale = largest_magnitude(values + at, now) / levels;
+    scales[number] = scale > 0 ? scale : 1.0f;
+    if (bits == 8) {
+      codes_of(reinterpret_cast<int8_t*>(codes + at), values + at, noise ? noise + at : nullptr, scales[number], levels, now);
+      continue;
+    }
+    for (size_t from = 0; from < now; from += chunk) {
+      const size_t part = smaller(chunk, now - from);
+      codes_of(some, values + at + from, noise ? noise + at + from : nullptr, scales[number], levels, part);
+      for (size_t i = 0; i < part; i += 2)
+        codes[(at + from + i) / 2] = uint8_t((some[i] & 15) | (i + 1 < part ? some[i + 1] & 15 : 0) << 4);
+    }
+  }
+}
+
+void dequantize(float* out, const float* scales, const uint8_t* codes, size_t count, size_t block, int bits) {
+  for (size_t at = 0, number = 0; at < count; at += block, ++number) {
+    const size_t now = smaller(block, count - at);
+    const float scale = scales[number];
+    if (bits == 8) {
+      const auto* whole = reinterpret_cast<const int8_t*>(codes + at);
+      for (size_t i = 0; i < now; ++i) out[at + i] = float(whole[i]) * scale;
+      continue;
+    }
+    for (size_t i = 0; i < now; ++i) {
+      const int half = (codes[(at + i) / 2] >> (i % 2 * 4)) & 15;
+      out[at + i] = float((half ^ 8) - 8) * scale;
+    }
+  }
+}
+
+float sum_of_magnitudes(const float* values, size_t count) {
+  float sums[lanes] = {};
+  size_t i = 0;
+  for (; i + lanes <= count; i += lanes)
+    for (size_t k = 0; k < lanes; ++k) sums[k] += std::fabs(values[i + k]);
+  for (size_t k = 0; i < count; ++i, ++k) sums[k] += std::fabs(values[i]);
+  float total = 0;
+  for (size_t k = 0; k < lanes; ++k) total += sums[k];
+  return total;
+}
+
+uint8_t eight_signs(const float* values) {
+#if defined(__AVX2__)
+  return uint8_t(_mm256_movemask_ps(_mm256_cmp_ps(_mm256_loadu_ps(values), _mm256_setzero_ps(), _CMP_GE_OQ)));
+#else
+  unsigned bits = 0;
+  for (unsigned k = 0; k < 8; ++k) bits |= unsigned(values[k] >= 0) << k;
+  return uint8_t(bits);
+#endif
+}
+
+void pack_signs(float* scales, uint8_t* bits, const float* values, size_t count, size_t block) {
+  for (size_t at = 0, number = 0; at < count; at += block, ++number) {
+    const size_t now = smaller(block, count - at);
+    scales[number] = sum_of_magnitudes(values + at, now) / float(now);
+  }
+  size_t i = 0;
+  for (; i + 8 <= count; i += 8) bits[i / 8] = eight_signs(values + i);
+  if (i < count) {
+    unsigned last = 0;
+    for (size_t k = 0; i + k < count; ++k) last |= unsigned(values[i + k] >= 0) << k;
+    bits[i / 8] = uint8_t(last);
+  }
+}
+
+// The sign bit of the scale is set where the sign is not: no branch, no multiplication.
+void unpack_signs(float* out, const float* scales, const uint8_t* bits, size_t count, size_t block) {
+  for (size_t at = 0, number = 0; at < count; at += block, ++number) {
+    const size_t now = smaller(block, count - at);
+    uint32_t scale;
+    std::memcpy(&scale, scales + number, sizeof scale);
+    size_t i = 0;
+    for (; i + 8 <= now; i += 8) {
+      const uint32_t eight = ~uint32_t(bits[(at + i) / 8]);
+      uint32_t made[8];
+      for (unsigned k = 0; k < 8; ++k) made[k] = scale ^ ((eight >> k & 1u) << 31);
+      std::memcpy(out + at + i, made, sizeof made);
+    }
+    for (; i < now; ++i) {
+      const uint32_t made = scale ^ ((~uint32_t(bits[(at + i) / 8]) >> ((at + i) % 8) & 1u) << 31);
+      std::memcpy(out + at + i, &made, sizeof made);
+    }
+  }
+}
+
+uint32_t magnitude_bits(const float* value) {
+  uint32_t bits;
+  std::memcpy(&bits, value, sizeof bits);
+  return bits & 0x7fffffffu;
+}
+
+size_t collect(uint32_t* positions, size_t room, const float* values, size_t count, uint32_t least) {
+  size_t found = 0, i = 0;
+#if defined(__AVX2__)
+  const __m256i limit = _mm256_set1_epi32(int32_t(least) - 1);
+  const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
+  const auto compare = [&](size_t at) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + at));
+    return unsigned(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_and_si256(bits, magnitude), limit))));
+  };
+  for (; i + 32 <= count && found + 32 <= room; i += 32) {
+    uint32_t mask = compare(i) | compare(i + 8) << 8 | compare(i + 16) << 16 | compare(i + 24) << 24;
+    for (; mask != 0; mask &= mask - 1) positions[found++] = uint32_t(i) + uint32_t(__builtin_ctz(mask));
+  }
+#endif
+  for (; i < count && found < room; ++i)
+    if (magnitude_bits(values + i) >= least) positions[found++] = uint32_t(i);
+  return found;
+}
+
+float dot(const float* a, const float* b, size_t count) {
+  float sums[lanes] = {};
+  size_t i = 0;
+  for (; i + lanes <= count; i += lanes)
+    for (size_t k = 0; k < lanes; ++k) sums[k] += a[i + k] * b[i + k];
+  for (size_t k = 0; i < count; ++i, ++k) sums[k] += a[i] * b[i];
+  float total = 0;
+  for (size_t k = 0; k < lanes; ++k) total += sums[k];
+  return total;
+}
+
+void times_right(float* left, const float* matrix, MatrixShape shape, const float* right, size_t factors) {
+  for (size_t row = 0; row < shape.rows; ++row)
+    for (size_t k = 0; k < factors; ++k)
+      left[k * shape.rows + row] = dot(matrix + row * shape.columns, right + k * shape.columns, shape.columns);
+}
+
+void times_left(float* right, const float* matrix, MatrixShape shape, const float* left, size_t factors) {
+  for (size_t i = 0; i < factors * shape.columns; ++i) right[i] = 0;
+  for (size_t row = 0; row < shape.rows; ++row)
+    for (size_t k = 0; k < factors; ++k) {
+      const float weight = left[k * shape.rows + row];
+      const float* from = matrix + row * shape.columns;
+      float* to = right + k * shape.columns;
+#pragma GCC ivdep
+      for (size_t i = 0; i < shape.columns; ++i) to[i] += weight * from[i];
+    }
+}
+
+void subtract_product(float* matrix, MatrixShape shape, const float* left, const float* right, size_t factors) {
+  for (size_t row = 0; row < shape.rows; ++row) {
+    float* to = matrix + row * shape.columns;
+    for (size_t k = 0; k < factors; ++k) {
+      const float weight = left[k * shape.rows + row];
+      const float* from = right + k * shape.columns;
+#pragma GCC ivdep
+      for (size_t i = 0; i < shape.columns; ++i) to[i] -= weight * from[i];
+    }
+  }
+}
+
+}  // namespace
+
+extern const CodecTable codec_table;
+const CodecTable codec_table = {quantize, dequantize, pack_signs, unpack_signs, collect, times_right, times_left, subtract_product};
+
+}  // namespace SYNCLINE_KERNELS
+}  // namespace syncline

@@ -1,0 +1,126 @@
+#include "codec_kernels.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "harness.h"
+
+using namespace syncline;
+using namespace syncline::test;
+
+namespace {
+
+template <class Body>
+void for_each_table(const Body& body) {
+  int num_tables = 0;
+  const CodecTable* const* tables = codec_tables(&num_tables);
+  for (int k = 0; k < num_tables; ++k) body(*tables[k]);
+}
+
+std::vector<float> noise(size_t count, unsigned seed) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal;
+  std::vector<float> values(count);
+  for (float& value : values) value = normal(random);
+  return values;
+}
+
+const size_t lengths[] = {0, 1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 5000};
+
+}  // namespace
+
+TEST(quantized_values_are_within_half_a_step) {
+  for_each_table([](const CodecTable& table) {
+    for (const int bits : {8, 4})
+      for (const size_t block : {8, 64, 256})
+        for (const size_t count : lengths) {
+          const auto values = noise(count, unsigned(count));
+          std::vector<float> scales((count + block - 1) / block), back(count);
+          std::vector<uint8_t> codes((count * size_t(bits) + 7) / 8);
+          table.quantize(scales.data(), codes.data(), values.data(), nullptr, count, block, bits);
+          table.dequantize(back.data(), scales.data(), codes.data(), count, block, bits);
+          for (size_t i = 0; i < count; ++i)
+            CHECK(std::fabs(back[i] - values[i]) <= 0.5001f * scales[i / block], "%zu of %zu, %d bits", i, count, bits);
+        }
+  });
+}
+
+TEST(signs_and_magnitudes_come_back) {
+  for_each_table([](const CodecTable& table) {
+    for (const size_t block : {8, 64, 512})
+      for (const size_t count : lengths) {
+        auto values = noise(count, unsigned(count));
+        if (count > 3) values[1] = 0.0f, values[2] = -0.0f;
+        std::vector<float> scales((count + block - 1) / block), back(count);
+        std::vector<uint8_t> bits((count + 7) / 8);
+        table.pack_signs(scales.data(), bits.data(), values.data(), count, block);
+        table.unpack_signs(back.data(), scales.data(), bits.data(), count, block);
+        for (size_t at = 0; at < count; at += block) {
+          double sum = 0;
+          const size_t end = std::min(count, at + block);
+          for (size_t i = at; i < end; ++i) sum += std::fabs(values[i]);
+          CHECK(std::fabs(scales[at / block] - sum / double(end - at)) <= 1e-5);
+          for (size_t i = at; i < end; ++i) CHECK(back[i] == (values[i] >= 0 ? scales[at / block] : -scales[at / block]));
+        }
+      }
+  });
+}
+
+TEST(the_largest_are_selected_in_order) {
+  for (const size_t count : {1ul, 7ul, 100ul, 16384ul, 100'003ul, 1'000'000ul})
+    for (const double keep : {0.001, 0.01, 0.1, 0.5, 1.0})
+      for (const bool ties : {false, true}) {
+        auto values = noise(count, 7);
+        if (ties)
+          for (float& value : values) value = std::round(value);
+        const size_t wanted = std::max<size_t>(1, size_t(keep * double(count)));
+        std::vector<int64_t> chosen(wanted, -1);
+        select_largest(chosen.data(), values.data(), count, wanted);
+        std::vector<float> sizes(count), picked;
+        for (size_t i = 0; i < count; ++i) sizes[i] = std::fabs(values[i]);
+        std::nth_element(sizes.begin(), sizes.begin() + long(wanted - 1), sizes.end(), std::greater<>());
+        for (size_t i = 0; i < wanted; ++i) {
+          CHECK(chosen[i] >= 0 && size_t(chosen[i]) < count);
+          CHECK(i == 0 || chosen[i] > chosen[i - 1]);
+          picked.push_back(std::fabs(values[size_t(chosen[i])]));
+        }
+        std::sort(picked.begin(), picked.end());
+        std::sort(sizes.begin(), sizes.begin() + long(wanted));
+        for (size_t i = 0; i < wanted; ++i) CHECK(picked[i] == sizes[i], "%zu of %zu", i, wanted);
+      }
+}
+
+TEST(products_with_thin_matrices_are_right) {
+  for_each_table([](const CodecTable& table) {
+    for (const MatrixShape shape : {MatrixShape{1, 1}, MatrixShape{5, 33}, MatrixShape{40, 17}, MatrixShape{0, 3}})
+      for (const size_t factors : {1, 2, 5}) {
+        const auto matrix = noise(shape.rows * shape.columns, 1);
+        const auto right = noise(factors * shape.columns, 2), left = noise(factors * shape.rows, 3);
+        std::vector<float> rows(factors * shape.rows), columns(factors * shape.columns), rest = matrix;
+        table.times_right(rows.data(), matrix.data(), shape, right.data(), factors);
+        table.times_left(columns.data(), matrix.data(), shape, left.data(), factors);
+        table.subtract_product(rest.data(), shape, left.data(), right.data(), factors);
+        for (size_t k = 0; k < factors; ++k) {
+          for (size_t i = 0; i < shape.rows; ++i) {
+            double sum = 0;
+            for (size_t j = 0; j < shape.columns; ++j) sum += double(matrix[i * shape.columns + j]) * right[k * shape.columns + j];
+            CHECK(std::fabs(rows[k * shape.rows + i] - sum) < 1e-4);
+          }
+          for (size_t j = 0; j < shape.columns; ++j) {
+            double sum = 0;
+            for (size_t i = 0; i < shape.rows; ++i) sum += double(matrix[i * shape.columns + j]) * left[k * shape.rows + i];
+            CHECK(std::fabs(columns[k * shape.columns + j] - sum) < 1e-4);
+          }
+        }
+        for (size_t i = 0; i < shape.rows; ++i)
+          for (size_t j = 0; j < shape.columns; ++j) {
+            double sum = matrix[i * shape.columns + j];
+            for (size_t k = 0; k < factors; ++k) sum -= double(left[k * shape.rows + i]) * right[k * shape.columns + j];
+            CHECK(std::fabs(rest[i * shape.columns + j] - sum) < 1e-4);
+          }
+      }
+  });
+}
