@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from syncline.bench.codecs import CodecSpeed
 from syncline.bench.collectives import Results
 from syncline.units import format_bytes
 
@@ -18,6 +20,20 @@ COLOURS = {
     "mpich": "#7e22ce",
     "limit": "#9ca3af",
 }
+
+
+def write_codec_plot(speeds: Sequence[CodecSpeed], path: Path) -> None:
+    """Time to average a bucket against the speed of the link, for every codec; one file that needs nothing else."""
+    figure = go.Figure()
+    links = [10 ** (exponent / 8) for exponent in range(-8, 17)]  # Gbit/s
+    for one in speeds:
+        seconds = [1e3 * one.seconds_on(link) for link in links]
+        width = 4 if one.codec == "none" else 2
+        figure.add_trace(go.Scatter(x=links, y=seconds, name=one.codec, line={"width": width}))
+    figure.update_xaxes(type="log", title_text="link, Gbit/s")
+    figure.update_yaxes(type="log", title_text="ms to average a bucket")
+    figure.update_layout(title="When a codec pays: below the line of none", template="plotly_white", height=700)
+    figure.write_html(path, include_plotlyjs=True)
 
 
 def write_plot(results: Results, path: Path) -> None:

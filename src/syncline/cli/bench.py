@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from syncline.bench.algorithms import Measured, compare_algorithms
+from syncline.bench.codecs import CodecSpeed, measure_codecs
 from syncline.bench.collectives import MPIS, Results, compare
 from syncline.bench.contenders import CONTENDERS, present
 from syncline.bench.overhead import measure_overhead
@@ -35,6 +36,7 @@ def everything(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         algorithms()
         collectives()
+        codecs()
         train()
 
 
@@ -70,6 +72,55 @@ def table_of(measured: list[Measured], title: str) -> Table:
         table.add_column(heading, justify="right")
     for one in sorted(measured, key=lambda one: one.median_s):
         table.add_row(one.name, format_seconds(one.median_s), format_seconds(one.fastest_s), f"{one.ratio:.2f}")
+    return table
+
+
+@app.command()
+def codecs(
+    size: Annotated[str, typer.Option(help="The bucket, as `25MB`.")] = "25MB",
+    world: Annotated[int, typer.Option(help="Ranks, for the bytes on the wire.")] = 4,
+    repeats: Annotated[int, typer.Option(help="Of which the median is taken.")] = 5,
+    html: Annotated[Path, typer.Option(metavar="FILE", help="Where the plot goes.")] = Path("bench-codecs.html"),
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """How fast codecs are on one core, natively and in torch, and below which link speed each of them pays.
+
+    `syncline bench codecs --size 25MB --world 4`
+    """
+    if repeats < 1 or world < 2:
+        raise ConfigError(f"--world {world} --repeats {repeats}: there must be two ranks and one repeat at least")
+    status = Console(stderr=True).status("starting", spinner="dots")
+    with status:
+        speeds = measure_codecs(parse_bytes(size), world, repeats, lambda name: status.update(name))
+    if as_json:
+        print(json.dumps({"bytes": parse_bytes(size), "world": world, "codecs": [asdict(one) for one in speeds]}))
+        return
+    console = Console(highlight=False)
+    console.print(codec_table(speeds, f"one bucket of {format_bytes(parse_bytes(size))}, one core, {world} ranks"))
+    from syncline.bench.plot import write_codec_plot
+
+    write_codec_plot(speeds, html)
+    console.print(f"plot: {html}")
+
+
+def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
+    """Fastest first."""
+    caption = "GB/s of gradients; a codec pays on links slower than its break-even speed"
+    table = Table(title=title, title_justify="left", caption=caption)
+    table.add_column("codec")
+    for heading in ("encode", "decode", "torch: encode", "decode", "× torch", "bytes an element", "break-even"):
+        table.add_column(heading, justify="right")
+    for one in speeds:
+        table.add_row(
+            one.codec,
+            f"{one.encode_gb_s:.2f}",
+            f"{one.decode_gb_s:.2f}",
+            f"{one.twin_encode_gb_s:.2f}",
+            f"{one.twin_decode_gb_s:.2f}",
+            f"{one.times_twin:.1f}",
+            f"{one.wire_bytes_per_element:.3f}",
+            "never" if one.break_even_gbit_s <= 0 else f"{one.break_even_gbit_s:.2f} Gbit/s",
+        )
     return table
 
 

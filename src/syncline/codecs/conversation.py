@@ -29,6 +29,10 @@ class Mean:
         """What this rank says."""
         return self.tensor.nbytes
 
+    def wire_bytes(self, world: int) -> float:
+        """What this rank sends: a slice of each to its owner, and what it owns to all."""
+        return 2 * (world - 1) / world * self.nbytes
+
 
 @dataclass(frozen=True, eq=False)
 class Gather:
@@ -42,6 +46,10 @@ class Gather:
         """What this rank says."""
         return self.message.nbytes
 
+    def wire_bytes(self, world: int) -> float:
+        """What this rank sends: its message to all others, or theirs along."""
+        return (world - 1) * self.nbytes
+
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
@@ -53,6 +61,10 @@ class Exchange:
     def nbytes(self) -> int:
         """What this rank says."""
         return sum(part.nbytes for part in self.parts)
+
+    def wire_bytes(self, world: int) -> float:
+        """What this rank sends: all parts but its own."""
+        return (world - 1) / world * self.nbytes
 
 
 Question = Mean | Gather | Exchange

@@ -1,0 +1,165 @@
+"""How fast codecs are on one core, and the link speed below which each of them pays.
+
+The ranks of a world talk to each other in one process, and what one of them computes is timed: up to its first
+question (encode), and from the last answer to the mean (decode); what an owner of a slice does in between belongs to
+decoding. Each repeat has a new gradient, with what was kept added as error feedback does it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.codecs import kernels
+from syncline.codecs.codec import Codec, Part, Place
+from syncline.codecs.conversation import Question, answers_to
+from syncline.codecs.registry import codec_of
+
+MEASURED: tuple[str, ...] = (
+    "none",
+    "fp16",
+    "bf16",
+    "int8",
+    "int4",
+    "onebit",
+    "topk:0.01",
+    "topk:0.01,values=int8",
+    "randomk:0.01",
+    "powersgd:2",
+    "powersgd:4",
+    "dgc:0.001,warmup=0",
+)
+
+
+@dataclass(frozen=True)
+class CodecSpeed:
+    """Of one codec; speeds in GB/s of gradients."""
+
+    codec: str
+    encode_gb_s: float
+    decode_gb_s: float
+    twin_encode_gb_s: float
+    twin_decode_gb_s: float
+    wire_bytes_per_element: float  # that a rank sends
+    dense_bytes_per_element: float
+    nbytes: int
+
+    @property
+    def compute_s(self) -> float:
+        """Encoding and decoding of the bucket."""
+        if self.codec == "none":
+            return 0.0
+        return self.nbytes / 1e9 * (1 / self.encode_gb_s + 1 / self.decode_gb_s)
+
+    @property
+    def times_twin(self) -> float:
+        """How many times faster than in torch, both ways together."""
+        twin = 1 / self.twin_encode_gb_s + 1 / self.twin_decode_gb_s
+        return twin / (1 / self.encode_gb_s + 1 / self.decode_gb_s)
+
+    @property
+    def break_even_gbit_s(self) -> float:
+        """On a slower link it pays, if nothing is hidden."""
+        saved = (self.dense_bytes_per_element - self.wire_bytes_per_element) * self.nbytes / 4
+        return 8e-9 * saved / self.compute_s if self.compute_s else 0.0
+
+    def seconds_on(self, link_gbit_s: float) -> float:
+        """To average the bucket, if nothing is hidden."""
+        return self.compute_s + self.wire_bytes_per_element * self.nbytes / 4 * 8e-9 / link_gbit_s
+
+
+def measure_codecs(nbytes: int, world: int, repeats: int, tell: Callable[[str], None]) -> list[CodecSpeed]:
+    """All of them, on one thread."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    speeds = []
+    for text in MEASURED:
+        tell(text)
+        encode, decode, wire = time_codec(codec_of(text), nbytes // 4, world, repeats)
+        with without_native():
+            twin_encode, twin_decode, _ = time_codec(codec_of(text), nbytes // 4, world, repeats)
+        gigabytes = nbytes / 1e9
+        speeds.append(
+            CodecSpeed(
+                text,
+                gigabytes / encode,
+                gigabytes / decode,
+                gigabytes / twin_encode,
+                gigabytes / twin_decode,
+                wire / (nbytes // 4),
+                8 * (world - 1) / world,
+                nbytes,
+            )
+        )
+    torch.set_num_threads(threads_before)
+    return speeds
+
+
+@contextmanager
+def without_native() -> Iterator[None]:
+    """Only the twins."""
+    found, kernels.native = kernels.native, None
+    try:
+        yield
+    finally:
+        kernels.native = found
+
+
+def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[float, float, float]:
+    """Median seconds of encoding and of decoding on rank 0, and the bytes it sends."""
+    side = int(numel**0.5)
+    shapes = [torch.Size([side, side]), torch.Size([numel - side * side])]
+    parts = (Part("matrix", 0, side * side, shapes[0]), Part("rest", side * side, numel, shapes[1]))
+    states = [codec.start(parts, torch.device("cpu")) for _ in range(world)]
+    kept = [torch.zeros(numel) for _ in range(world)]
+    timings, wire = [], 0.0
+    for step in range(repeats + 1):
+        gradients = [torch.randn(numel) for _ in range(world)]
+        encode, decode, wire = time_step(codec, gradients, kept, states, step, parts)
+        timings.append((encode, decode))
+    encodes, decodes = zip(*timings[1:], strict=True)
+    return median(encodes), median(decodes), wire
+
+
+def time_step(
+    codec: Codec, gradients: list[Tensor], kept: list[Tensor], states: Sequence[Any], step: int, parts: tuple[Part, ...]
+) -> tuple[float, float, float]:
+    """One step of all ranks, of which the first is timed."""
+    world = len(gradients)
+    clocks: list[float] = []
+    wire = 0.0
+    if codec.feedback:
+        gradients[0].add_(kept[0])
+        for rank in range(1, world):
+            gradients[rank].add_(kept[rank])
+    places = [Place(rank, world, step, 0, parts) for rank in range(world)]
+    talks = [codec.reduce(gradients[rank], states[rank], places[rank]) for rank in range(world)]
+    answers: list[Any] = [None] * world
+    decoder = None
+    while decoder is None:
+        questions: list[Question] = []
+        for rank, talk in enumerate(talks):
+            started = time.perf_counter()
+            try:
+                questions.append(talk.send(answers[rank]))
+            except StopIteration as end:
+                decoder = decoder or end.value
+            if rank == 0:
+                clocks.append(time.perf_counter() - started)
+        if questions:
+            wire += questions[0].wire_bytes(world)
+            answers = answers_to(questions)
+    out = torch.empty_like(gradients[0])
+    started = time.perf_counter()
+    decoder(out)
+    decoding = time.perf_counter() - started + sum(clocks[1:])
+    if codec.feedback:
+        kept[:] = gradients
+    return clocks[0], decoding, wire
