@@ -111,6 +111,7 @@ FORBIDDEN = {
     "codecs": {"buckets", "guards", "pipeline", "sync", "launch", "current", "bench", "cli"},
     "pipeline.py": {"sync", "launch", "current", "bench", "cli"},
     "replicas.py": {"buckets", "guards", "pipeline", "sync", "launch", "current", "bench", "cli"},
+    "state.py": {"fabric", "buckets", "sync", "launch", "current", "bench", "cli"},
     "sync.py": {"bench", "cli"},
     "batch_norm.py": {"buckets", "sync", "launch", "bench", "cli"},
     "workloads": {"fabric", "buckets", "sync", "launch", "current", "bench", "cli"},

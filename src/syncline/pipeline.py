@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic_ns
+from typing import Any
 
 import torch
 
@@ -67,6 +68,13 @@ class Pipeline:
     def settle(self, bucket: Bucket, is_good: bool) -> None:
         """Write the mean, if the pass is good."""
 
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """What is kept from step to step, by parameter."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Go on from there."""
+
     def close(self) -> None:
         """Let threads end."""
 
@@ -96,6 +104,7 @@ class CodecPipeline(Pipeline):
         self.units = units
         self.worker = Worker(f"rank {fabric.rank} encodes")
         self.coded: dict[int, Coded] = {}
+        self.saved: dict[str, dict[str, Any]] = {}
 
     def start(self, step: int, bucket: Bucket) -> Flight:
         ready_ns = monotonic_ns()
@@ -131,8 +140,26 @@ class CodecPipeline(Pipeline):
             feedback = Feedback(parts, self.units, device) if self.codec.feedback else None
             plain = bucket.values.dtype == torch.float32
             work = bucket.values if plain else torch.zeros_like(bucket.values, dtype=torch.float32)
-            self.coded[bucket.number] = Coded(parts, self.codec.start(parts, device), feedback, {}, work)
+            made = Coded(parts, self.codec.start(parts, device), feedback, {}, work)
+            restore(made, self.saved)
+            self.coded[bucket.number] = made
         return self.coded[bucket.number]
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        kept: dict[str, Any] = {}
+        worth: dict[str, Any] = {}
+        state: dict[str, Any] = {}
+        for coded in self.coded.values():
+            state |= {key: value.clone() for key, value in coded.state.items()}
+            if coded.feedback is not None:
+                worth |= coded.feedback.worth
+                kept |= {part.name: coded.feedback.kept[part.lo : part.hi].clone() for part in coded.parts}
+        return {"kept": kept, "worth": worth, "state": state}
+
+    def load_state_dict(self, saved: dict[str, dict[str, Any]]) -> None:
+        self.saved = saved
+        for coded in self.coded.values():
+            restore(coded, saved)
 
     def sent_bytes(self, bucket: Bucket) -> int:
         return self.coded[bucket.number].said
@@ -150,6 +177,19 @@ class CodecPipeline(Pipeline):
 
     def close(self) -> None:
         self.worker.close(drain=False)
+
+
+def restore(coded: Coded, saved: dict[str, dict[str, Any]]) -> None:
+    """Put back what was saved of the parameters of a bucket."""
+    for key in coded.state:
+        if key in saved.get("state", {}):
+            coded.state[key] = saved["state"][key].clone()
+    if coded.feedback is None:
+        return
+    for part in coded.parts:
+        if part.name in saved.get("kept", {}):
+            coded.feedback.kept[part.lo : part.hi] = saved["kept"][part.name].flatten()
+            coded.feedback.worth[part.name] = saved["worth"][part.name]
 
 
 def parts_of(bucket: Bucket) -> tuple[Part, ...]:

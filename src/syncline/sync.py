@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic_ns
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from syncline.buckets.parameters import Named, check_parameters, describe_layout
 from syncline.buckets.reducer import Reducer, Verdict
 from syncline.codecs.codec import Codec
 from syncline.codecs.feedback import Units
-from syncline.codecs.registry import codec_of
+from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.collectives.registry import algorithm
 from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
@@ -31,6 +31,7 @@ from syncline.guards.divergence import compare_replicas
 from syncline.guards.finite import POLICIES, Policy, Skipping, WithheldGradients, is_finite
 from syncline.pipeline import make_pipeline
 from syncline.replicas import average_buffers, broadcast_tensors, compare_layouts, model_tensors, optimizer_tensors
+from syncline.state import STATE_VERSION, choose_state
 from syncline.tracing.spans import Recorder
 from syncline.tracing.totals import Totals, mean_totals
 from syncline.units import MIB
@@ -195,6 +196,31 @@ class Sync:
     def report(self, last: int = 100) -> Totals:
         """What the last steps cost: compute, hidden and exposed communication, waiting for others."""
         return mean_totals(list(self.recorder.steps)[-last:])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that this rank needs to go on as if it had not been interrupted; every rank saves its own."""
+        saved: dict[str, Any] = {
+            "version": STATE_VERSION,
+            "rank": 0,
+            "world": 1,
+            "codec": text_of_codec(self.settings.codec),
+        }
+        if self.reducer is not None and self.fabric is not None:
+            saved |= {"rank": self.fabric.rank, "world": self.fabric.world, "layout": self.reducer.layout()}
+            saved["codec_state"] = self.reducer.pipeline.state_dict()
+        return saved
+
+    def load_state_dict(self, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from this rank's own state, or from the states of all ranks, which may have been more or fewer.
+
+        With another number of ranks each starts with the mean of what all had kept, so that nothing is lost.
+        """
+        states = [saved] if isinstance(saved, dict) else list(saved)
+        if self.reducer is None or self.fabric is None:
+            return
+        chosen = choose_state(states, self.fabric.rank, self.fabric.world, text_of_codec(self.settings.codec))
+        self.reducer.restore(chosen["layout"])
+        self.reducer.pipeline.load_state_dict(chosen["codec_state"])
 
     @property
     def buckets(self) -> list[list[str]]:

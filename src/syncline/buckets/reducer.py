@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -346,6 +347,29 @@ class Reducer:
         for slot in self.sparse:
             if slot.parameter.grad is not None:
                 slot.parameter.grad.mul_(factor)
+
+    # To be saved and restored
+
+    def layout(self) -> dict[str, Any]:
+        """The buckets by parameter names, and how many gradients each parameter receives in a pass."""
+        names = [[slot.name for slot in bucket.slots] for bucket in self.buckets]
+        expected = {slot.name: slot.expected for slot in self.slots}
+        return {"buckets": names, "expected": expected, "passes": self.passes}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Make the buckets that there were, so that what follows has the same bits."""
+        self.passes = self.passes_before_step = saved["passes"]
+        if self.judged or not saved["buckets"]:
+            return
+        by_name = {slot.name: slot for slot in self.slots}
+        if set(by_name) != {name for names in saved["buckets"] for name in names}:
+            return  # other parameters need a gradient now: the next pass makes new buckets
+        for name, times in saved["expected"].items():
+            by_name[name].expected = times
+        groups = [[by_name[name] for name in names] for names in saved["buckets"]]
+        for group in groups:
+            self.buckets.append(Bucket(self.fabric, len(self.buckets), group, group is groups[-1]))
+        self.judged = self.buckets[-1]
 
     # Around the optimizer's step
 

@@ -1,0 +1,49 @@
+"""Which saved state a rank goes on from: its own, or the mean of all where the number of ranks has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.errors import ConfigError
+
+STATE_VERSION = 1
+
+
+def choose_state(states: Sequence[dict[str, Any]], rank: int, world: int, codec: str) -> dict[str, Any]:
+    """The state for a rank. Refuses what would be silently wrong."""
+    for state in states:
+        if state.get("version") != STATE_VERSION:
+            raise ConfigError(f"a state of version {state.get('version')} cannot be read; this is {STATE_VERSION}")
+        if state["codec"] != codec:
+            raise ConfigError(f"the state was saved with codec={state['codec']}, not {codec}; use the same")
+    saved_world = states[0]["world"]
+    for state in states:
+        if state["rank"] == rank and state["world"] == world:
+            return state
+    if {state["rank"] for state in states} != set(range(saved_world)):
+        have = sorted(state["rank"] for state in states)
+        raise ConfigError(
+            f"rank {rank} of {world} needs its own state, or those of all {saved_world} ranks that were saved; "
+            f"these are of ranks {have}"
+        )
+    return states[0] | {"codec_state": mean_state([state["codec_state"] for state in states])}
+
+
+def mean_state(states: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Means of what ranks had each, which are what they had in common where that was the same."""
+    return {
+        kind: {key: mean_of([state[kind][key] for state in states]) for key in states[0][kind]} for kind in states[0]
+    }
+
+
+def mean_of(values: Sequence[Any]) -> Any:
+    """Of tensors or numbers."""
+    if not isinstance(values[0], Tensor):
+        return sum(values) / len(values)
+    if all(torch.equal(value, values[0]) for value in values[1:]):
+        return values[0]
+    return torch.stack(list(values)).double().mean(0).to(values[0].dtype)

@@ -1,0 +1,181 @@
+"""Codecs in Sync: what was sent plus what was kept is the gradient, whatever happens on the way."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncline
+from syncline.codecs.registry import codec_of
+from syncline.errors import ConfigError
+from syncline.state import choose_state
+
+CODECS = ("fp16:feedback=true", "int8", "int4:rounding=stochastic", "onebit", "topk:0.1", "topk:0.1,values=int8")
+CODECS += ("topk:0.2,select=sampled", "randomk:0.1", "powersgd:2")
+EVERY_CODEC = (*CODECS, "fp16", "bf16", "randomk:0.1,scaled=true,feedback=false", "dgc:0.1,warmup=3")
+RATES = (0.5, 0.5, 0.05, 0.05, 0.0, 0.2, 0.2, 0.1)
+SMALL = {"bucket_bytes": 2000, "first_bucket_bytes": 500}
+
+
+class Steep(nn.Module):
+    """Its gradients are what it is given: the loss is a plain product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(24, 20))
+        self.vector = nn.Parameter(torch.zeros(37))
+        self.other = nn.Parameter(torch.zeros(16, 12, 2))
+
+    def forward(self, slopes: list[Tensor]) -> Tensor:
+        return sum((p * s).sum() for p, s in zip(self.parameters(), slopes, strict=True))
+
+
+def slopes_of(step: int, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(p.shape, generator=generator) for p in Steep().parameters()]
+
+
+def moved(fabric: syncline.Fabric, codec: str, skipped: int = -1) -> dict[str, list[Tensor]]:
+    """How far parameters went and what is still kept, in the units of a step."""
+    model = Steep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATES[0])
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, check_every=2, **SMALL)
+    for step, rate in enumerate(RATES):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        slopes = slopes_of(step, fabric.rank)
+        if step == skipped and fabric.rank == 1:
+            slopes[0][3, 3] = float("nan")
+        model(slopes).backward()
+        optimizer.step()
+    state = sync.state_dict()["codec_state"]
+    kept = [state["kept"][name] * state["worth"][name] for name, _ in model.named_parameters()]
+    return {"moved": [-p.detach().flatten() for p in model.parameters()], "kept": kept}
+
+
+@pytest.mark.parametrize("skipped", [-1, 3])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("codec", CODECS)
+def test_sent_plus_kept_is_the_gradient_with_changing_rates_and_skipped_steps(
+    codec: str, world: int, skipped: int
+) -> None:
+    by_rank = syncline.run(partial(moved, codec=codec, skipped=skipped), ranks=world, fabric="threads")
+    wanted = [torch.zeros(p.numel(), dtype=torch.float64) for p in Steep().parameters()]
+    for step, rate in enumerate(RATES):
+        if step != skipped:
+            for rank in range(world):
+                for total, slope in zip(wanted, slopes_of(step, rank), strict=True):
+                    total += rate * slope.flatten().double() / world
+    for number, exact in enumerate(wanted):
+        assert all(torch.equal(by_rank[0]["moved"][number], other["moved"][number]) for other in by_rank)
+        kept = torch.stack([found["kept"][number].double() for found in by_rank]).mean(0)
+        found = by_rank[0]["moved"][number].double() + kept
+        # The one step with a rate of 0 moved nothing, and what it kept is worth what the step before was.
+        idle = torch.stack([slopes_of(4, rank)[number].flatten().double() for rank in range(world)]).mean(0) * RATES[3]
+        error = min((found - exact).norm(), (found - exact - idle).norm())
+        assert error <= 2e-5 * (1 + exact.norm())
+
+
+def trained(
+    fabric: syncline.Fabric, model: nn.Module, codec: str, steps: int = 6, interrupted: int = 0
+) -> list[Tensor]:
+    """Parameters after some steps, with everything saved and built anew in between."""
+    net = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.0 if codec.startswith("dgc") else 0.9)
+    sync = syncline.Sync(net, optimizer, fabric=fabric, codec=codec, **SMALL)
+    for step in range(steps):
+        if step == interrupted and step:
+            saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), sync.state_dict()))
+            sync.close()
+            net = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.0 if codec.startswith("dgc") else 0.9)
+            sync = syncline.Sync(net, optimizer, fabric=fabric, codec=codec, **SMALL)
+            net.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            sync.load_state_dict(saved[2])
+        generator = torch.Generator().manual_seed(100 * step + fabric.rank)
+        x = torch.randn(8, 10, generator=generator)
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def small_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(10, 30), nn.ReLU(), nn.Linear(30, 30), nn.ReLU(), nn.Linear(30, 4))
+
+
+@pytest.mark.parametrize("codec", EVERY_CODEC)
+def test_resuming_gives_the_run_that_was_not_interrupted_bit_for_bit(codec: str) -> None:
+    model = small_net()
+    whole = syncline.run(partial(trained, model=model, codec=codec), ranks=2, fabric="threads")
+    resumed = syncline.run(partial(trained, model=model, codec=codec, interrupted=3), ranks=2, fabric="threads")
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def all_codecs(fabric: syncline.Fabric, model: nn.Module) -> list[list[Tensor]]:
+    return [trained(fabric, model, codec) for codec in EVERY_CODEC]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fabric", ["shm", "torch"])
+def test_every_codec_keeps_the_ranks_of_every_fabric_equal(fabric: str) -> None:
+    model = small_net()
+    by_rank = syncline.run(partial(all_codecs, model=model), ranks=2, fabric=fabric)
+    threads = syncline.run(partial(all_codecs, model=model), ranks=2, fabric="threads")
+    for number, codec in enumerate(EVERY_CODEC):
+        for one, other in zip(by_rank[0][number], by_rank[1][number], strict=True):
+            assert torch.equal(one, other), codec
+        for one, other in zip(by_rank[0][number], threads[0][number], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=codec)
+
+
+def state_of(rank: int, world: int, kept: float, codec: str = "topk") -> dict:
+    codec_state = {"kept": {"p": torch.full((3,), kept)}, "worth": {"p": 0.1}, "state": {"p/factor": torch.ones(2)}}
+    return {"version": 1, "rank": rank, "world": world, "codec": codec, "layout": {}, "codec_state": codec_state}
+
+
+def test_with_another_number_of_ranks_the_mean_of_what_was_kept_stays() -> None:
+    saved = [state_of(rank, 3, float(rank)) for rank in range(3)]
+    chosen = [choose_state(saved, rank, 2, "topk") for rank in range(2)]
+    for state in chosen:
+        assert torch.equal(state["codec_state"]["kept"]["p"], torch.ones(3))
+        assert torch.equal(state["codec_state"]["state"]["p/factor"], torch.ones(2))
+    assert choose_state(saved, 1, 3, "topk") is saved[1]
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([state_of(0, 3, 0.0)], "those of all 3"),
+        ([state_of(1, 2, 0.0, codec="int8")], "codec=int8"),
+        ([state_of(1, 2, 0.0) | {"version": 7}], "version 7"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(states: list[dict], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_state(states, 1, 2, "topk")
+
+
+@pytest.mark.parametrize("codec", EVERY_CODEC)
+def test_the_report_counts_what_was_said(codec: str) -> None:
+    def said(fabric: syncline.Fabric) -> tuple[int, int]:
+        model = nn.Linear(100, 100)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 100)).sum().backward()
+            optimizer.step()
+        totals = sync.report()
+        return totals.nbytes, totals.sent_bytes
+
+    for nbytes, sent in syncline.run(said, ranks=2, fabric="threads"):
+        assert nbytes == 4 * 10_100
+        assert 0 < sent < 0.8 * nbytes
+    assert codec_of(codec)
