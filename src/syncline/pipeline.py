@@ -105,6 +105,7 @@ class CodecPipeline(Pipeline):
         self.worker = Worker(f"rank {fabric.rank} encodes")
         self.coded: dict[int, Coded] = {}
         self.saved: dict[str, dict[str, Any]] = {}
+        fabric.at_close.append(self.close)
 
     def start(self, step: int, bucket: Bucket) -> Flight:
         ready_ns = monotonic_ns()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import unified_diff
 
@@ -115,3 +116,27 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[t
 def model_tensors(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers."""
     return [*model.parameters(), *model.buffers()]
+
+
+def broadcast_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimizer], root: int) -> None:
+    """Give the whole state of one rank's optimizers to all, also to those that have none yet."""
+    stream = io.BytesIO()
+    if fabric.rank == root:
+        torch.save([optimizer.state_dict()["state"] for optimizer in optimizers], stream)
+    told = broadcast_bytes(fabric, stream.getvalue(), root)
+    if fabric.rank != root:
+        states = torch.load(io.BytesIO(told), weights_only=False)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def broadcast_bytes(fabric: Fabric, mine: bytes, root: int) -> bytes:
+    """The bytes of one rank, whatever the others have."""
+    length = torch.tensor([len(mine)], device=fabric.device)
+    fabric.broadcast(length, root)
+    row = torch.zeros(int(length), dtype=torch.uint8)
+    if fabric.rank == root and mine:
+        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    words = padded(row).view(torch.int64).to(fabric.device)
+    fabric.broadcast(words, root)
+    return words.cpu().view(torch.uint8)[: int(length)].numpy().tobytes()

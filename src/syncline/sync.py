@@ -30,7 +30,14 @@ from syncline.fabric.base import Fabric
 from syncline.guards.divergence import compare_replicas
 from syncline.guards.finite import POLICIES, Policy, Skipping, WithheldGradients, is_finite
 from syncline.pipeline import make_pipeline
-from syncline.replicas import average_buffers, broadcast_tensors, compare_layouts, model_tensors, optimizer_tensors
+from syncline.replicas import (
+    average_buffers,
+    broadcast_optimizers,
+    broadcast_tensors,
+    compare_layouts,
+    model_tensors,
+    optimizer_tensors,
+)
 from syncline.state import STATE_VERSION, choose_state
 from syncline.tracing.spans import Recorder
 from syncline.tracing.totals import Totals, mean_totals
@@ -57,7 +64,13 @@ class Settings:
     seed: int  # of what codecs draw at random
 
     def __post_init__(self) -> None:
-        for name, least in (("bucket_bytes", 1), ("first_bucket_bytes", 1), ("accumulate", 1), ("check_every", 0)):
+        for name, least in (
+            ("bucket_bytes", 1),
+            ("first_bucket_bytes", 1),
+            ("accumulate", 1),
+            ("check_every", 0),
+            ("most_skips", 0),
+        ):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} is less than {least}")
         if self.buffers not in BUFFERS:
@@ -97,7 +110,7 @@ class Sync:
         if collective not in ("auto", "engine"):
             algorithm(collective)  # a name that is unknown is refused here
         self.model = model
-        self.optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        self.optimizers = list_optimizers(optimizer)
         self.scaler = scaler  # what is kept by error feedback follows its scale
         self.settings = Settings(
             codec=codec_of(codec),
@@ -114,11 +127,14 @@ class Sync:
         self.recorder = Recorder()
         self.skipping = Skipping(self.settings.nonfinite, self.settings.most_skips)
         self.withheld = WithheldGradients()
+        self.stepped: set[Optimizer] = set()  # with the gradients at hand
+        self.skips = False  # the step with these gradients
         self.problem = ""  # with the gradients at hand, the same on every rank
         self.divide_by: Literal["world", "active"] = "world"
         self.last_active = 0  # the lowest rank that took part with data in the last pass of any
         named = parameters_of(model)
-        check_request(named, self.optimizers)
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise ConfigError("no parameter of the model needs a gradient, so there is nothing to synchronize")
         given = find_fabric(fabric)
         check_parameters(model, named, given.device)
         self.fabric: Fabric | None = None
@@ -171,8 +187,8 @@ class Sync:
 
     def wait(self) -> None:
         """Average gradients that only this rank has, now and not at the next step. All ranks call it."""
-        if self.reducer is not None and self.reducer.has_unsent:
-            self.reducer.synchronize()
+        if self.reducer is not None:
+            self.reducer.before_step()
 
     @contextmanager
     def join(self, divide_by: Literal["world", "active"] = "world") -> Iterator[None]:
@@ -234,6 +250,7 @@ class Sync:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.withheld.give_back()
         if self.reducer is not None and self.fabric is not None:
             self.reducer.close()
             self.fabric.close()
@@ -252,8 +269,10 @@ class Sync:
             average_buffers(self.fabric, buffers, root)
         if self.divide_by == "active" and verdict.active:
             self.reducer.scale(self.fabric.world / len(verdict.active))
-        if self.settings.check_every and self.reducer.passes % self.settings.check_every == 0:
+        everyone = len(verdict.active) == self.fabric.world
+        if everyone and self.settings.check_every and self.reducer.passes % self.settings.check_every == 0:
             compare_replicas(self.fabric, self._replicated(), f"before step {self.reducer.passes}")
+        self.stepped.clear()
         self.problem = self._what_is_wrong(verdict)
 
     def _what_is_wrong(self, verdict: Verdict) -> str:
@@ -301,26 +320,26 @@ class Sync:
     def _take_state_of(self, root: int) -> None:
         """Give everyone what one rank has."""
         assert self.fabric is not None
-        state = [tensor for _, _, tensor in optimizer_tensors(self.optimizers)]
-        sizes = self.fabric.all_gather(torch.tensor([len(state)], device=self.fabric.device)).flatten().tolist()
         broadcast_tensors(self.fabric, model_tensors(self.model), root)
-        if len(set(sizes)) == 1:
-            broadcast_tensors(self.fabric, state, root)
+        broadcast_optimizers(self.fabric, self.optimizers, root)
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         """Nothing but synchronized, finite gradients reach the optimizer."""
-        if self.reducer is not None:
-            self.reducer.before_step()
-        if self.skipping.judge(self.problem):
+        if optimizer in self.stepped or not self.stepped:
+            self.stepped.clear()
+            if self.reducer is not None:
+                self.reducer.before_step()
+            self.skips = self.skipping.judge(self.problem)
+        if self.skips:
             self.withheld.withhold(p for group in optimizer.param_groups for p in group["params"])
 
-    def _after_step(self, *_: object) -> None:
-        skipped = bool(self.problem)
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         self.withheld.give_back()
-        self.problem = ""
+        if not self.stepped:
+            self.recorder.end_step(monotonic_ns(), self.skips)
+        self.stepped.add(optimizer)
         if self.reducer is not None:
             self.reducer.after_step()
-        self.recorder.end_step(monotonic_ns(), skipped)
 
 
 def find_fabric(fabric: Fabric | str) -> Fabric:
@@ -337,12 +356,11 @@ def find_fabric(fabric: Fabric | str) -> Fabric:
     return init(fabric=fabric)
 
 
-def check_request(named: Named, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse what makes no sense before anything is sent."""
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise ConfigError("no parameter of the model needs a gradient, so there is nothing to synchronize")
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"{type(optimizer).__name__} is not a torch.optim.Optimizer, so its step cannot be watched"
-            )
+def list_optimizers(given: object) -> list[Optimizer]:
+    """One or several; anything else is refused."""
+    several = given if isinstance(given, list | tuple) else [given]
+    for one in several:
+        if not isinstance(one, Optimizer):
+            what = one.__name__ if isinstance(one, type) else type(one).__name__
+            raise ConfigError(f"{what} is not a torch.optim.Optimizer, so its step cannot be watched")
+    return list(several)

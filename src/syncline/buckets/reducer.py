@@ -10,10 +10,11 @@ All that ranks say to each other is said in a pass, so a rank that has no more d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from time import monotonic_ns
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class Reducer:
         self.backwards = 0  # since the last optimizer step
         self.is_paused = False  # by no_sync
         self.has_unsent = False  # gradients that only this rank has
+        self.is_tainted = False  # by a backward pass that failed since the last step
         self.adopt(named)
 
     # Parameters and buckets
@@ -202,8 +204,10 @@ class Reducer:
 
     def send_full_buckets(self, current: Pass) -> None:
         """In the agreed order, as far as they are full."""
-        while current.next_bucket < len(self.buckets) and not self.buckets[current.next_bucket].missing:
+        while current.next_bucket < len(self.buckets):
             bucket = self.buckets[current.next_bucket]
+            if bucket.missing or bucket is self.judged:  # the verdict is not known before the end of the pass
+                return
             bucket.place_small()
             bucket.flags.fill_(1)
             self.send(bucket, current)
@@ -213,7 +217,7 @@ class Reducer:
         bucket.bad.zero_()
         if bucket is self.judged:
             bucket.verdict.zero_()
-            bucket.verdict[0] = float(current.failed)
+            bucket.verdict[0] = float(current.failed or self.is_tainted)
             bucket.verdict[1 + self.fabric.rank] = float(current.has_data)
         current.flights.append(self.pipeline.start(self.passes, bucket))
         current.next_bucket += 1
@@ -262,7 +266,9 @@ class Reducer:
             return
         for slot in chain(self.slots, self.sparse):
             slot.parameter.grad = None
-        if current.synchronizes:
+        if not current.synchronizes:
+            self.is_tainted = True
+        else:
             current.failed = True
             self.abandoned = current
             with suppress(SynclineError):
@@ -294,8 +300,7 @@ class Reducer:
     def complete(self, current: Pass) -> Verdict:
         """Everything that ranks say to each other at the end of a pass."""
         if not self.judged:
-            self.make_buckets(current.order)
-            self.send_from(0, current)
+            self.make_buckets_together(current)
         for flight in current.flights:
             self.wait(flight)
         self.adopt_unfrozen(current)
@@ -308,18 +313,34 @@ class Reducer:
         if takes:
             for bucket in self.buckets:
                 bucket.hand_out()
+            self.is_tainted = self.is_tainted or verdict.failed
+        if current.has_data:
             self.has_unsent = False
         self.at_the_end(verdict)
         self.tell(current, computing=False)
         return verdict
 
+    def make_buckets_together(self, current: Pass) -> None:
+        """At the end of the first pass; ranks wait for each other here, and not in the first bucket."""
+        waited_from_ns = monotonic_ns()
+        with self.explaining(0):
+            self.make_buckets(current.order)
+        self.pipeline.recorder.waited(waited_from_ns, monotonic_ns())
+        self.send_from(0, current)
+
     def wait(self, flight: Flight) -> None:
         """Wait for a bucket; if it never comes, say why."""
-        try:
+        with self.explaining(flight.number):
             self.pipeline.wait(flight)
+
+    @contextmanager
+    def explaining(self, bucket: int) -> Iterator[None]:
+        """Add to the error about a peer what is known of it and of the bucket."""
+        try:
+            yield
         except PeerError as error:
-            names = [[slot.name for slot in bucket.slots] for bucket in self.buckets]
-            raise explain(error, self.passes, flight.number, names, self.fabric.note_of(error.rank)) from None
+            names = [[slot.name for slot in slots] for slots in self.planned()]
+            raise explain(error, self.passes, bucket, names, self.fabric.note_of(error.rank)) from None
 
     def adopt_unfrozen(self, current: Pass) -> None:
         """Parameters that need a gradient since this pass get buckets of their own, and are averaged at once."""
@@ -382,6 +403,7 @@ class Reducer:
     def after_step(self) -> None:
         """The optimizer has made its step."""
         self.backwards = 0
+        self.is_tainted = False
         self.passes_before_step = self.passes
 
     def close(self) -> None:

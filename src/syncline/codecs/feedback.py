@@ -2,6 +2,7 @@
 
 Kept in fp32, by parameter. It is kept in the units of a step, not of a gradient: when the learning rate changes it is
 scaled so that the step it stands for stays the same, and when the scale of the loss changes it follows the gradients.
+In a step with a learning rate of 0 nothing that was kept is sent, because it would be lost.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ class Feedback:
             values[part.lo : part.hi].add_(self.kept[part.lo : part.hi], alpha=factors[part.name])
 
     def factor(self, name: str, units: Units) -> float:
-        """By how much what was kept of a parameter has to be scaled. A learning rate of 0 changes nothing."""
+        """By how much what was kept of a parameter has to be scaled."""
         now = worth_of(name, units)
-        before = self.worth.get(name, now)
-        return before / now if now else 1.0
+        return self.worth.get(name, now) / now if now else 0.0
 
     def commit(self, left: Tensor) -> None:
         """Keep what was not sent."""
         units = self.units()
-        self.kept.copy_(left)
         for part in self.parts:
-            self.worth[part.name] = worth_of(part.name, units) or self.worth.get(part.name, 0.0)
+            if now := worth_of(part.name, units):
+                self.kept[part.lo : part.hi] = left[part.lo : part.hi]
+                self.worth[part.name] = now
 
 
 def worth_of(name: str, units: Units) -> float:

@@ -9,7 +9,7 @@ or stalled peer it is not: every later call raises the same error again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ClassVar, NamedTuple, Protocol, Self
 
@@ -68,6 +68,8 @@ class Fabric(ABC):
         self.deadlines = deadlines
         self.device = torch.device("cpu")
         self.siblings: list[Fabric] = []
+        self.siblings_made = 0
+        self.at_close: list[Callable[[], None]] = []  # of whoever works with this fabric
 
     def sibling(self) -> Self:
         """Another fabric between the same ranks, whose calls need no common order with those of this one.
@@ -75,7 +77,9 @@ class Fabric(ABC):
         All ranks make the same siblings in the same order. A sibling is closed with the fabric it was made from.
         """
         made = self._sibling()
+        self.siblings_made += 1
         self.siblings.append(made)
+        made.at_close.append(lambda: self.siblings.remove(made) if made in self.siblings else None)
         return made
 
     def with_engine(self) -> Fabric:
@@ -87,9 +91,11 @@ class Fabric(ABC):
 
         With `drain` it waits for what was started; otherwise what is under way fails, here and on the other ranks.
         """
-        for sibling in self.siblings:
+        for sibling in [*self.siblings]:
             sibling.close(drain)
         self._close(drain)
+        while self.at_close:
+            self.at_close.pop()()
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A zeroed flat tensor, in memory that peers can reach where there is such a thing."""

@@ -61,7 +61,8 @@ class Board:
     def _publish(self) -> None:
         written = NO_NOTE
         with suppress(RuntimeError):  # the store is gone: there is nobody to tell
-            while not self.closing.wait(EVERY_S):
+            while not self.closing.is_set():
                 if (note := self.note) != written:
                     self.store.set(str(self.rank), json.dumps(note))
                     written = note
+                self.closing.wait(EVERY_S)

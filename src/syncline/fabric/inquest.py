@@ -51,6 +51,9 @@ class Inquest:
         if peer is None:
             peer = silent[0] if silent else (self.rank + 1) % self.world
         guilty = culprit(peer, lambda rank: self.reports.get(rank, (None, kind))[0])
+        if guilty in self.reports and silent:  # those who were woken by its end blame each other
+            lost = any(how == "lost" for _, how in self.reports.values())
+            return silent[0], "lost" if lost else kind
         seen = [how for whom, how in self.reports.values() if whom == guilty]
         if "lost" in seen:
             return guilty, "lost"

@@ -241,7 +241,7 @@ class ThreadsFabric(MessageFabric):
         return self.group.notes[self._peer(rank)]
 
     def _sibling(self) -> ThreadsFabric:
-        return self.group.sibling(len(self.siblings)).fabric(self.rank)
+        return self.group.sibling(self.siblings_made).fabric(self.rank)
 
     def _close(self, drain: bool) -> None:
         if not drain:

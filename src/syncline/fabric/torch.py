@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.collectives.execute import HALVES, Op, divided
-from syncline.errors import ConfigError, FabricError
+from syncline.errors import ConfigError, FabricClosed, FabricError
 from syncline.fabric.base import Note
 from syncline.fabric.blame import Kind
 from syncline.fabric.board import Board
@@ -142,6 +142,9 @@ class TorchFabric(MessageFabric):
 
     def _close(self, drain: bool) -> None:
         if not drain and self.worker.busy():
+            self.broken = FabricClosed(
+                "the fabric was closed while a call was under way"
+            )  # and nobody else is to blame
             self.inquest.give_up_connections()
         super()._close(drain)
         # Torch ends the group's threads when the last reference goes, and must not find that one at exit.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import TypeVar
 
-from syncline.errors import FabricError
+from syncline.errors import FabricClosed, FabricError
 from syncline.fabric.base import Times
 
 T = TypeVar("T")
@@ -43,7 +43,10 @@ class Worker:
                 return work()
             future = self.pool.submit(work)
             self.last = future  # type: ignore[assignment]
-        return future.result()
+        try:
+            return future.result()
+        except CancelledError:
+            raise FabricClosed("the fabric was closed before the call had begun") from None
 
     def busy(self) -> bool:
         """Whether calls are under way."""
@@ -69,6 +72,8 @@ class WorkerHandle:
         """Return when it is done; raise what it raised."""
         try:
             self.future.result(deadline_s)
+        except CancelledError:
+            raise FabricClosed(f"the fabric was closed before {self.call} had begun") from None
         except FutureTimeout:
             raise FabricError(
                 f"{self.call} is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "

@@ -23,11 +23,22 @@ def compare_replicas(fabric: Fabric, named: Iterable[tuple[str, Tensor]], when: 
     for name, tensor in named:
         names.append(name)
         digests.append(digest_of(tensor))
+    compare_names(fabric, names, when)
     gathered = fabric.all_gather(torch.tensor(digests, dtype=torch.int64, device=fabric.device)).tolist()
     for position, name in enumerate(names):
         column = [row[position] for row in gathered]
         if len(set(column)) > 1:
             raise ReplicasDiverged(difference(name, column, when, len(names), gathered))
+
+
+def compare_names(fabric: Fabric, names: Sequence[str], when: str) -> None:
+    """Ranks must have the same tensors before these can be compared."""
+    text = "\n".join(names).encode()
+    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    rows = fabric.all_gather(torch.tensor([len(names), digest], device=fabric.device)).tolist()
+    if len({tuple(row) for row in rows}) > 1:
+        counts = ", ".join(f"rank {rank} has {row[0]}" for rank, row in enumerate(rows))
+        raise ReplicasDiverged(f"replicas differ {when}: they do not have the same tensors ({counts})")
 
 
 def digest_of(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 class BucketSpan(NamedTuple):
     """One bucket in one pass."""
 
-    bucket: int
+    bucket: int  # -1 where ranks waited for each other without one
     nbytes: int  # of the gradients
     sent_bytes: int  # what this rank had to say about them
     ready_ns: int
@@ -45,6 +45,10 @@ class Recorder:
     def begin(self, now_ns: int) -> None:
         """The first step begins."""
         self.began_ns = now_ns
+
+    def waited(self, from_ns: int, to_ns: int) -> None:
+        """For the other ranks, with no bucket under way."""
+        self.buckets.append(BucketSpan(-1, 0, 0, from_ns, from_ns, to_ns, to_ns, from_ns, to_ns))
 
     def end_step(self, now_ns: int, skipped: bool) -> None:
         """A step is over, and the next one begins."""
