@@ -191,8 +191,9 @@ def test_the_seams_of_every_bucket_are_in_order(fabric: str) -> None:
     for steps in syncline.run(partial(guarded.spans_of_training, steps=3), 2, fabric, Deadlines(20.0)):
         assert len(steps) == 3
         for step in steps:
-            assert [one.bucket for one in step.buckets] == list(range(6))
-            for one in step.buckets:
+            sent = [one for one in step.buckets if one.bucket >= 0]
+            assert [one.bucket for one in sent] == list(range(6))
+            for one in sent:
                 assert step.began_ns < one.ready_ns <= one.began_ns <= one.met_ns <= one.ended_ns
                 assert one.waited_from_ns <= one.waited_to_ns < step.ended_ns
                 assert one.ended_ns <= one.waited_to_ns

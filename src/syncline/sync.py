@@ -8,7 +8,7 @@ It stands between `backward()` and `optimizer.step()`, through hooks of both, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic_ns
@@ -358,9 +358,8 @@ def find_fabric(fabric: Fabric | str) -> Fabric:
 
 def list_optimizers(given: object) -> list[Optimizer]:
     """One or several; anything else is refused."""
-    several = given if isinstance(given, list | tuple) else [given]
+    several: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     for one in several:
         if not isinstance(one, Optimizer):
-            what = one.__name__ if isinstance(one, type) else type(one).__name__
-            raise ConfigError(f"{what} is not a torch.optim.Optimizer, so its step cannot be watched")
-    return list(several)
+            raise ConfigError(f"{type(one).__name__} is not a torch.optim.Optimizer, so its step cannot be watched")
+    return several

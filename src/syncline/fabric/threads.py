@@ -151,6 +151,7 @@ class ThreadGroup:
         """A rank ends, one way or another; whoever waits for it is told."""
         with self.lock:
             self.gone.add(rank)
+            self.waits_for.pop(rank, None)
             self.notify_all()
         for sibling in self.siblings:
             sibling.leave(rank)

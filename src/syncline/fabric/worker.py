@@ -26,10 +26,13 @@ class Worker:
         self.lock = threading.RLock()
         self.pool: ThreadPoolExecutor | None = None
         self.last: Future[object] | None = None
+        self.is_closed = False
 
     def submit(self, work: Callable[[], Times], call: str, deadline_s: float) -> WorkerHandle:
         """Queue a call."""
         with self.lock:
+            if self.is_closed:
+                raise FabricClosed(f"the fabric is closed, so {call} cannot begin; make a new one")
             if self.pool is None:
                 self.pool = ThreadPoolExecutor(1, thread_name_prefix=self.name)
             future = self.pool.submit(work)
@@ -55,6 +58,7 @@ class Worker:
     def close(self, drain: bool) -> None:
         """Let the thread end, after the calls that were submitted or without those that have not begun."""
         with self.lock:
+            self.is_closed = True
             if self.pool is not None:
                 self.pool.shutdown(wait=True, cancel_futures=not drain)
             self.pool = None

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from syncline.errors import ReplicasDiverged
 from syncline.fabric.base import Fabric
+from syncline.replicas import gather_texts
 
 
 def compare_replicas(fabric: Fabric, named: Iterable[tuple[str, Tensor]], when: str) -> None:
@@ -25,10 +26,10 @@ def compare_replicas(fabric: Fabric, named: Iterable[tuple[str, Tensor]], when: 
         digests.append(digest_of(tensor))
     compare_names(fabric, names, when)
     gathered = fabric.all_gather(torch.tensor(digests, dtype=torch.int64, device=fabric.device)).tolist()
-    for position, name in enumerate(names):
-        column = [row[position] for row in gathered]
+    columns = [[row[position] for row in gathered] for position in range(len(names))]
+    for name, column in zip(names, columns, strict=True):
         if len(set(column)) > 1:
-            raise ReplicasDiverged(difference(name, column, when, len(names), gathered))
+            raise ReplicasDiverged(difference(name, column, when, columns))
 
 
 def compare_names(fabric: Fabric, names: Sequence[str], when: str) -> None:
@@ -36,9 +37,14 @@ def compare_names(fabric: Fabric, names: Sequence[str], when: str) -> None:
     text = "\n".join(names).encode()
     digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
     rows = fabric.all_gather(torch.tensor([len(names), digest], device=fabric.device)).tolist()
-    if len({tuple(row) for row in rows}) > 1:
-        counts = ", ".join(f"rank {rank} has {row[0]}" for rank, row in enumerate(rows))
-        raise ReplicasDiverged(f"replicas differ {when}: they do not have the same tensors ({counts})")
+    if len({tuple(row) for row in rows}) == 1:
+        return
+    lists = [text.splitlines() for text in gather_texts(fabric, "\n".join(names))]
+    everywhere = set.intersection(*map(set, lists))
+    first = next(name for theirs in lists for name in theirs if name not in everywhere)
+    column = [int(first in theirs) for theirs in lists]
+    total = len({name for theirs in lists for name in theirs} - everywhere)
+    raise ReplicasDiverged(difference(f"{first}, which some do not have,", column, when, [column] * total))
 
 
 def digest_of(tensor: Tensor) -> int:
@@ -48,17 +54,17 @@ def digest_of(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
-def difference(name: str, column: Sequence[int], when: str, total: int, rows: Sequence[Sequence[int]]) -> str:
+def difference(name: str, column: Sequence[int], when: str, columns: Sequence[Sequence[int]]) -> str:
     """Who stands alone, and how much differs."""
     usual, votes = Counter(column).most_common(1)[0]
     alone = [rank for rank, digest in enumerate(column) if digest != usual]
-    differing = sum(len({row[position] for row in rows}) > 1 for position in range(total))
+    differing = sum(len(set(column)) > 1 for column in columns)
     if 2 * votes > len(column):
         who = f"on rank{'s' if len(alone) > 1 else ''} {', '.join(map(str, alone))} it is not what the others have"
     else:
         who = "there is no majority to say which rank is wrong"
     return (
-        f"replicas differ {when}: {name} is the first of {differing} tensors of {total} that do; {who}. "
+        f"replicas differ {when}: {name} is the first of {differing} tensors of {len(columns)} that do; {who}. "
         f"Look for randomness that is not seeded alike, for parameters changed outside the optimizer, or for a rank "
         f"that stepped alone"
     )

@@ -37,7 +37,7 @@ def some(names: Sequence[str]) -> str:
 def last_produced(rank: int, step: int, their_step: int, sent: int, buckets: Sequence[Sequence[str]]) -> str:
     """How far it came."""
     if not their_step:
-        return f"nothing is known of what rank {rank} has produced"
+        return f"rank {rank} has produced nothing yet"
     if not sent:
         return f"the last that rank {rank} finished is step {their_step - 1}; of step {their_step} it sent nothing"
     return f"the last it produced is bucket {sent - 1} of step {their_step} ({some(buckets[sent - 1])})"

@@ -28,6 +28,7 @@ def run_threads(fn: Callable[[Fabric], T], group: ThreadGroup) -> list[T]:
                 results[rank] = fn(fabric)
             except BaseException as error:
                 failures.append(Failure(rank, error, traceback.format_exc(), len(failures)))
+                fabric.close(drain=False)
 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(group.world)
