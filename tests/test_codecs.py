@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from syncline.codecs import kernels, twins
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import talk
+from syncline.codecs.indices import decode_indices, encode_indices, way_of
 from syncline.codecs.registry import CODECS, codec_of, text_of_codec
+from syncline.codecs.topk import read_message, select_sampled, write_message
+from syncline.errors import ConfigError, CorruptMessage, PairingError, UnknownName
 
 SETTINGS = (
     "none",
@@ -93,14 +101,14 @@ def gradients_of(world: int, numel: int, step: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("text", SETTINGS)
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_every_rank_ends_with_the_same_bits(text: str, length: int, world: int) -> None:
-    ranks = Ranks(codec_of(text), world, flat_parts(length))
-    for step in range(2):
-        first, *others = ranks.reduce(gradients_of(world, length, step))
-        assert not first.isnan().any()
-        assert all(torch.equal(first, other) for other in others)
+def test_every_rank_ends_with_the_same_bits(text: str, world: int) -> None:
+    for length in LENGTHS if world == 3 else LENGTHS[:3]:
+        ranks = Ranks(codec_of(text), world, flat_parts(length))
+        for step in range(2):
+            first, *others = ranks.reduce(gradients_of(world, length, step))
+            assert not first.isnan().any()
+            assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("text", FED_BACK)
@@ -122,10 +130,10 @@ def test_what_was_sent_plus_what_was_kept_is_the_gradient(text: str, world: int,
 def test_what_is_kept_stays_bounded(text: str) -> None:
     ranks = Ranks(codec_of(text), 3, parts_of(SHAPES))
     norms = []
-    for step in range(400):
+    for step in range(200):
         ranks.reduce(gradients_of(3, ranks.numel, step % 7))
         norms.append(max(float(kept.norm()) for kept in ranks.kept))
-    assert max(norms[300:]) <= 2.0 * max(norms[100:200]) + 1e-6
+    assert max(norms[150:]) <= 1.6 * max(norms[50:100]) + 1e-6
 
 
 @pytest.mark.parametrize("text", SETTINGS)
@@ -143,3 +151,228 @@ def test_text_and_settings_are_the_same_thing(text: str) -> None:
     codec = codec_of(text)
     assert codec_of(text_of_codec(codec)) == codec
     assert type(codec) is CODECS[text.partition(":")[0]]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("topk:0", ConfigError, "keep=0.0"),
+        ("topk:1.5", ConfigError, "keep=1.5"),
+        ("topk:0.1,values=int3", UnknownName, "int3"),
+        ("topk:0.1,select=all", UnknownName, "all"),
+        ("randomk:0.1,scaled=true", PairingError, "would diverge"),
+        ("randomk:0.1,feedback=false", PairingError, "biased"),
+        ("onebit:vote=true", PairingError, "feedback=false"),
+        ("onebit:feedback=false", PairingError, "do not converge"),
+        ("int8:block=7", ConfigError, "multiple of 8"),
+        ("int8:rounding=up", UnknownName, "up"),
+        ("powersgd:0", ConfigError, "rank=0"),
+        ("dgc:0.1,momentum=1", ConfigError, "momentum=1.0"),
+        ("topq:0.1", UnknownName, "topk"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_to_try(text: str, kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        codec_of(text)
+
+
+# What each codec promises
+
+
+def test_half_precision_sums_in_fp32_and_divides_before_it_rounds() -> None:
+    ranks = Ranks(codec_of("fp16"), 8, flat_parts(3))
+    assert torch.equal(ranks.reduce([torch.full((3,), 20000.0)] * 8)[0], torch.full((3,), 20000.0))
+    tiny = ranks.reduce([torch.full((3,), 6e-8)] * 8)[0]
+    assert torch.equal(tiny, torch.full((3,), 6e-8).half().float())
+
+
+@pytest.mark.parametrize("text", ["int8:feedback=false", "int4:feedback=false"])
+def test_the_error_of_integers_does_not_grow_with_the_number_of_ranks(text: str) -> None:
+    errors = []
+    for world in (2, 16):
+        gradients = gradients_of(world, 50_000, 0)
+        exact = torch.stack(gradients).mean(0)
+        found = Ranks(codec_of(text), world, flat_parts(50_000)).reduce(gradients)[0]
+        errors.append(float((found - exact).norm() / exact.norm()))
+    assert errors[1] < 1.3 * errors[0]
+
+
+def test_stochastic_rounding_is_right_on_average_and_differs_by_rank() -> None:
+    value = torch.full((80_000,), 0.3)
+    value[::8] = 1.0
+    ranks = Ranks(codec_of("int8:rounding=stochastic,feedback=false,block=8"), 2, flat_parts(80_000))
+    mean = ranks.reduce([value, value])[0]
+    assert float(mean[value == 0.3].mean()) == pytest.approx(0.3, abs=2e-4)
+    nearest = Ranks(codec_of("int8:feedback=false,block=8"), 2, flat_parts(80_000)).reduce([value, value])[0]
+    assert abs(float(nearest[value == 0.3].mean()) - 0.3) > 5e-4
+    codec = codec_of("int8:rounding=stochastic,feedback=false,block=8")
+    drawn = [codec.encode(value, 0, Place(rank, 2, 0, 0, flat_parts(80_000))) for rank in range(2)]
+    assert not torch.equal(*drawn)
+
+
+def test_a_vote_is_the_sign_of_the_majority_and_ties_go_up() -> None:
+    votes = [torch.tensor([1.0, -2.0, 0.0, -1.0]), torch.tensor([3.0, -1.0, 5.0, 1.0])]
+    ranks = Ranks(codec_of("onebit:vote=true,feedback=false"), 2, flat_parts(4))
+    assert torch.equal(ranks.reduce(votes)[0], torch.tensor([1.0, -1.0, 1.0, 1.0]))
+
+
+def test_random_entries_are_the_same_on_all_ranks_and_others_in_every_step() -> None:
+    ranks = Ranks(codec_of("randomk:0.1"), 3, flat_parts(1000))
+    first = ranks.reduce(gradients_of(3, 1000, 0))[0]
+    second = ranks.reduce(gradients_of(3, 1000, 1))[0]
+    assert int((first != 0).sum()) == int((second != 0).sum()) == 100
+    assert not torch.equal(first != 0, second != 0)
+
+
+def test_scaled_random_entries_are_right_on_average() -> None:
+    ranks = Ranks(codec_of("randomk:0.1,scaled=true,feedback=false"), 2, flat_parts(200))
+    gradients = gradients_of(2, 200, 0)
+    mean = torch.stack([ranks.reduce(gradients)[0] for _ in range(3000)]).mean(0)
+    assert float((mean - torch.stack(gradients).mean(0)).norm() / mean.norm()) < 0.1
+
+
+def test_a_sampled_selection_has_about_the_right_size_and_no_preferred_place() -> None:
+    counts = torch.zeros(10)
+    for seed in range(20):
+        values = torch.randn(100_000, generator=torch.Generator().manual_seed(seed))
+        chosen = select_sampled(values, 1000, torch.Generator().manual_seed(seed))
+        assert 700 <= len(chosen) <= 1300
+        assert float(values[chosen].abs().min()) > 2.3
+        counts += torch.histc(chosen.float(), 10, 0, 100_000)
+    assert float(counts.max() / counts.min()) < 1.15
+
+
+def test_powersgd_is_exact_for_matrices_of_low_rank_also_for_two_of_one_shape() -> None:
+    parts = parts_of(((40, 30), (40, 30), (7,)))
+    matrices = [torch.outer(torch.randn(40), torch.randn(30)) * scale for scale in (1.0, 100.0)]
+    gradient = torch.cat([*(matrix.flatten() for matrix in matrices), torch.arange(7.0)])
+    ranks = Ranks(codec_of("powersgd:1"), 3, parts)
+    for _ in range(3):
+        ranks.kept = [torch.zeros(ranks.numel) for _ in range(3)]
+        found = ranks.reduce([gradient] * 3)[0]
+    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_dgc_with_everything_sent_and_no_masking_is_momentum_sgd() -> None:
+    ranks = Ranks(codec_of("dgc:1.0,masking=false,momentum=0.9"), 3, flat_parts(50))
+    momentum = torch.zeros(50)
+    for step in range(6):
+        gradients = gradients_of(3, 50, step)
+        momentum = 0.9 * momentum + torch.stack(gradients).mean(0)
+        torch.testing.assert_close(ranks.reduce(gradients)[0], momentum, rtol=1e-5, atol=1e-5)
+
+
+def test_dgc_sends_less_and_less() -> None:
+    codec = codec_of("dgc:0.001,warmup=10")
+    fractions = [codec.fraction(step) for step in range(12)]
+    assert fractions[0] == 0.25
+    assert fractions == sorted(fractions, reverse=True)
+    assert fractions[10] == fractions[11] == 0.001
+
+
+# Positions
+
+
+@given(st.sets(st.integers(0, 299_999), max_size=300), st.integers(0, 2))
+def test_positions_come_back(positions: set[int], spread: int) -> None:
+    numel = 300_000
+    found = torch.tensor(sorted(position >> 4 * spread for position in positions), dtype=torch.int64).unique()
+    message = encode_indices(found, numel)
+    assert torch.equal(decode_indices(message, len(found), numel), found)
+
+
+def test_the_shortest_way_is_chosen() -> None:
+    everything = torch.arange(1000)
+    assert way_of(encode_indices(everything, 1000)) in ("bitmap", "rice")
+    sparse = torch.arange(0, 1_000_000, 1000)
+    message = encode_indices(sparse, 1_000_000)
+    assert way_of(message) == "rice"
+    assert 8 * len(message) / len(sparse) < 12.5
+    clustered = torch.arange(60_000, 61_000)
+    assert len(encode_indices(clustered, 10_000_000)) < 4000
+
+
+# Corrupt messages
+
+
+def corrupted(message: Tensor, chance: random.Random) -> Tensor:
+    """One of the things that happen to messages."""
+    broken = message.clone()
+    what = chance.randrange(4)
+    if what == 0:
+        return broken[: chance.randrange(len(broken))]
+    if what == 1:
+        return torch.cat([broken, broken.new_zeros(chance.randrange(1, 20))])
+    for _ in range(chance.randrange(1, 9)):
+        where = chance.randrange(min(len(broken), 40) if what == 2 else len(broken))
+        broken[where] = chance.randrange(256)
+    return broken
+
+
+@pytest.mark.parametrize("form", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("spacing", [1, 7, 900])
+def test_a_corrupt_message_of_entries_is_an_error_or_entries_in_bounds(form: str, spacing: int) -> None:
+    numel = 50_000
+    indices = torch.arange(0, numel, spacing)
+    message = write_message(indices, torch.randn(len(indices)), numel, form)
+    chance = random.Random(spacing)
+    refused = 0
+    for _ in range(300):
+        try:
+            found, values = read_message(corrupted(message, chance), numel, form)
+        except CorruptMessage:
+            refused += 1
+            continue
+        assert len(found) == len(values) <= numel
+        assert not len(found) or (int(found.min()) >= 0 and int(found.max()) < numel)
+    assert refused > 100
+
+
+@pytest.mark.parametrize("text", ["int8", "int4", "onebit", "fp16:feedback=true"])
+def test_a_message_of_the_wrong_length_is_refused(text: str) -> None:
+    codec = codec_of(text)
+    for length in (0, 1, 99, 101, 5000):
+        with pytest.raises(CorruptMessage):
+            codec.decode(torch.zeros(length, dtype=torch.uint8), 1000)
+
+
+# Native kernels against their twins
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 255, 256, 1000, 20_001])
+@pytest.mark.parametrize("block", [8, 64, 256])
+def test_native_kernels_equal_their_twins(numel: int, block: int) -> None:
+    assert kernels.native is not None
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator)
+    values[numel // 2] = 0.0
+    noise = torch.rand(numel, generator=generator)
+    for bits in (8, 4):
+        for drawn in (None, noise):
+            message = kernels.quantize(values, block, bits, drawn)
+            assert torch.equal(message, twins.quantize(values, block, bits, drawn))
+            assert torch.equal(
+                kernels.dequantize(message, numel, block, bits), twins.dequantize(message, numel, block, bits)
+            )
+    signs = kernels.pack_signs(values, block)
+    head = -(-numel // block) * 4
+    theirs = twins.pack_signs(values, block)
+    assert torch.equal(signs[head:], theirs[head:])
+    torch.testing.assert_close(signs[:head].view(torch.float32), theirs[:head].view(torch.float32))
+    assert torch.equal(kernels.unpack_signs(signs, numel, block), twins.unpack_signs(signs, numel, block))
+    count = max(1, numel // 10)
+    chosen = kernels.select_largest(values, count)
+    assert torch.equal(chosen, twins.select_largest(values, count))
+
+
+def test_native_products_equal_their_twins() -> None:
+    matrix, right, left = torch.randn(33, 70), torch.randn(3, 70), torch.randn(3, 33)
+    torch.testing.assert_close(kernels.times_right(matrix, right), twins.times_right(matrix, right))
+    torch.testing.assert_close(kernels.times_left(matrix, left), twins.times_left(matrix, left))
+    ours, theirs = matrix.clone(), matrix.clone()
+    kernels.subtract_product(ours, left, right)
+    twins.subtract_product(theirs, left, right)
+    torch.testing.assert_close(ours, theirs)

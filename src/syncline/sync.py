@@ -149,6 +149,9 @@ class Sync:
         """Compare with the other ranks, start from the state of rank 0, and watch gradients."""
         if self.settings.collective == "engine":
             given = given.with_engine()
+        collective = self.settings.collective
+        if collective == "auto" and given.has_engine:
+            collective = "engine"  # NCCL and Gloo do it without Python in between
         fabric = given.sibling()
         compare_layouts(fabric, describe_layout(named, self.model.named_buffers(), [f"settings {self.settings}"]))
         broadcast_tensors(fabric, model_tensors(self.model))
@@ -157,7 +160,7 @@ class Sync:
             fabric,
             make_pipeline(
                 fabric,
-                self.settings.collective,
+                collective,
                 self.recorder,
                 self.settings.codec,
                 self.settings.seed,

@@ -107,7 +107,7 @@ class Contender:
         elif name == "syncline":
             self.sync = Sync(self.model, self.optimizer, fabric=fabrics["shm"])
         elif name == "syncline over gloo":
-            self.sync = Sync(self.model, self.optimizer, fabric=fabrics["torch"], collective="auto")
+            self.sync = Sync(self.model, self.optimizer, fabric=fabrics["torch"])
         self.loss = workload.loss(trained)
 
     def step(self, number: int) -> None:
@@ -143,7 +143,7 @@ def check_weights(models: dict[Name, nn.Module]) -> None:
     names = list(models)
     for name in names[1:]:
         for first, other in zip(models[names[0]].parameters(), models[name].parameters(), strict=True):
-            error = float((first - other).norm() / first.norm().clamp(min=1e-12))
+            error = float((first.detach() - other.detach()).norm() / first.detach().norm().clamp(min=1e-12))
             if error > 1e-3:
                 raise SynclineError(
                     f"{name} has other weights than {names[0]} (by {error:.1e}), so its time means nothing"

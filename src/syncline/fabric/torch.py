@@ -31,6 +31,7 @@ class TorchFabric(MessageFabric):
     """One rank of a torch.distributed process group."""
 
     name: ClassVar[str] = "torch"
+    has_engine: ClassVar[bool] = True
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, deadlines: Deadlines | None = None, owns_group: bool = False
@@ -82,7 +83,9 @@ class TorchFabric(MessageFabric):
         wide = tensor.detach().to(torch.float32 if tensor.dtype in HALVES else tensor.dtype).contiguous()
         undefined = wide.isnan().to(torch.int32) if op == "max" and wide.is_floating_point() else None
         self._engine_call(wide, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
-        result = divided(wide, self.world) if op == "mean" else wide
+        result = wide
+        if op == "mean":
+            result = wide.div_(self.world) if wide.is_floating_point() else divided(wide, self.world)
         if undefined is not None:
             self._engine_call(undefined, dist.ReduceOp.MAX)
             result.masked_fill_(undefined.bool(), float("nan"))
