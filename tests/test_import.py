@@ -113,6 +113,7 @@ FORBIDDEN = {
     "replicas.py": {"buckets", "guards", "pipeline", "sync", "launch", "current", "bench", "cli"},
     "state.py": {"fabric", "buckets", "sync", "launch", "current", "bench", "cli"},
     "sync.py": {"bench", "cli"},
+    "integrations": {"buckets", "pipeline", "sync", "launch", "bench", "cli"},
     "batch_norm.py": {"buckets", "sync", "launch", "bench", "cli"},
     "workloads": {"fabric", "buckets", "sync", "launch", "current", "bench", "cli"},
     "__init__.py": {"bench", "cli", "workloads"},

@@ -1,0 +1,1 @@
+"""Syncline's parts for those who stay with what they have."""
