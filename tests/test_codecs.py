@@ -44,6 +44,10 @@ SETTINGS = (
     "powersgd:4,min_compression_rate=1",
     "dgc:0.01",
     "dgc:0.1,nesterov=true,values=fp16",
+    "warmup:codec=(topk:0.1),steps=3",
+    "warmup:codec=(powersgd:2),steps=1",
+    "rules:codec=(topk:0.1,values=int8),below=100",
+    "rules:codec=(powersgd:1),below=0,vectors=false,names=layer.0|*.3",
 )
 FED_BACK = tuple(text for text in SETTINGS if codec_of(text).feedback)
 LENGTHS = (0, 1, 7, 4096, 65_537)
@@ -271,6 +275,25 @@ def test_dgc_sends_less_and_less() -> None:
     assert fractions[0] == 0.25
     assert fractions == sorted(fractions, reverse=True)
     assert fractions[10] == fractions[11] == 0.001
+
+
+def test_a_warm_up_sends_everything_then_less_and_less() -> None:
+    codec = codec_of("warmup:codec=(topk:0.01),steps=10")
+    assert codec.at(1).name == codec.at(10).name == "none"
+    kept = [codec.at(step).keep for step in range(11, 25)]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > 0.15
+    assert kept[-1] == 0.01
+    with pytest.raises(ConfigError, match="warm-up of its own"):
+        codec_of("warmup:codec=(dgc:0.01)")
+
+
+def test_rules_send_what_they_name_as_it_is() -> None:
+    codec = codec_of("rules:codec=(topk:0.01),below=10,names=*embed*|head")
+    parts = [Part("a.embed.weight", 0, 100, torch.Size([10, 10])), Part("head", 0, 100, torch.Size([10, 10]))]
+    parts += [Part("bias", 0, 100, torch.Size([100])), Part("tiny", 0, 4, torch.Size([2, 2]))]
+    assert all(codec.is_plain(part) for part in parts)
+    assert not codec.is_plain(Part("body", 0, 100, torch.Size([10, 10])))
 
 
 # Positions

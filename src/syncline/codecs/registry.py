@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from syncline.codecs.codec import Codec
+from syncline.codecs.composed import Rules, Warmup
 from syncline.codecs.dgc import DGC
 from syncline.codecs.half import Bf16, Fp16
 from syncline.codecs.none import NoCodec
@@ -14,7 +15,8 @@ from syncline.codecs.topk import TopK
 from syncline.specs import parse, text_of
 
 CODECS: dict[str, type[Codec]] = {
-    codec.name: codec for codec in (NoCodec, Fp16, Bf16, Int8, Int4, OneBit, TopK, RandomK, PowerSGD, DGC)
+    codec.name: codec
+    for codec in (NoCodec, Fp16, Bf16, Int8, Int4, OneBit, TopK, RandomK, PowerSGD, DGC, Warmup, Rules)
 }
 
 

@@ -1,0 +1,117 @@
+"""Several hosts on this machine: network namespaces on a bridge, with a limit on every link in both directions.
+
+Needs root and iproute2. Traffic stays inside this machine, and everything is removed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from syncline.errors import ConfigError, SynclineError
+
+BRIDGE = "slbridge"
+SUBNET = "10.78.0"
+
+
+def why_not() -> str:
+    """Why there can be no such hosts here; empty if there can."""
+    if os.geteuid():
+        return "it needs root"
+    if not shutil.which("ip") or not shutil.which("tc"):
+        return "it needs iproute2 (on Debian: apt-get install iproute2)"
+    return ""
+
+
+@contextmanager
+def hosts(count: int, rate: str) -> Iterator[Hosts]:
+    """Make hosts with links of this rate, as tc writes it: `100mbit`, `1gbit`."""
+    if reason := why_not():
+        raise ConfigError(f"hosts cannot be emulated here: {reason}")
+    made = Hosts(count)
+    try:
+        made.up(rate)
+        yield made
+    finally:
+        made.down()
+
+
+class Hosts:
+    """Hosts that are there."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def up(self, rate: str) -> None:
+        """Make them."""
+        self.down()
+        call("ip", "link", "add", BRIDGE, "type", "bridge")
+        call("ip", "link", "set", BRIDGE, "up")
+        for number in range(self.count):
+            name, end = self.name(number), f"slink{number}"
+            call("ip", "netns", "add", name)
+            call("ip", "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", name)
+            call("ip", "link", "set", end, "master", BRIDGE, "up")
+            call("ip", "-n", name, "addr", "add", f"{SUBNET}.{number + 1}/24", "dev", "eth0")
+            call("ip", "-n", name, "link", "set", "eth0", "up")
+            call("ip", "-n", name, "link", "set", "lo", "up")
+        self.limit(rate)
+
+    def limit(self, rate: str) -> None:
+        """Change the rate of all links."""
+        shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "20ms"]
+        for number in range(self.count):
+            call("ip", "netns", "exec", self.name(number), "tc", "qdisc", "replace", "dev", "eth0", *shape)
+            call("tc", "qdisc", "replace", "dev", f"slink{number}", *shape)
+
+    def run(self, command: Sequence[str], port: int, limit_s: float) -> str:
+        """A rank on every host at once, as torchrun would start it; returns what the first prints."""
+        running = [self.start(number, command, port) for number in range(self.count)]
+        try:
+            outputs = [process.communicate(timeout=limit_s) for process in running]
+        finally:
+            for process in running:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        for process, (_, errors) in zip(running, outputs, strict=True):
+            if process.returncode:
+                raise SynclineError(f"{' '.join(command)} failed: {errors.strip()[-1500:]}")
+        return outputs[0][0]
+
+    def start(self, number: int, command: Sequence[str], port: int) -> subprocess.Popen[str]:
+        """One rank."""
+        environment = {
+            **os.environ,
+            "RANK": str(number),
+            "WORLD_SIZE": str(self.count),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": f"{SUBNET}.1",
+            "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "OMP_NUM_THREADS": "1",
+        }
+        whole = ["ip", "netns", "exec", self.name(number), *command]
+        return subprocess.Popen(whole, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def down(self) -> None:
+        """Remove them; those that are not there are passed over."""
+        for number in range(64):
+            if subprocess.run(["ip", "netns", "del", self.name(number)], capture_output=True, check=False).returncode:
+                break
+        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
+
+    @staticmethod
+    def name(number: int) -> str:
+        """Of a namespace."""
+        return f"slhost{number}"
+
+
+def call(*command: str) -> None:
+    """One change; an error says which failed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SynclineError(f"{' '.join(command)} failed: {done.stderr.strip()}")

@@ -1,0 +1,139 @@
+"""Codecs made of others: for the first steps something else, or for some parameters nothing at all.
+
+warmup:steps=100,codec=(topk:0.01)               everything for 100 steps, then less and less, then a hundredth
+rules:codec=(topk:0.01),below=10000              small parameters and vectors as they are, the others through top-k
+rules:codec=(int8),names=*norm*                  those whose names match a pattern as they are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.conversation import Conversation, Mean
+from syncline.codecs.none import NoCodec
+from syncline.errors import ConfigError
+
+START = 0.25  # the fraction that is sent when the ramp begins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Composed(Codec):
+    """A codec with another one inside."""
+
+    codec: str  # the one inside
+
+    def inner(self) -> Codec:
+        """The one inside."""
+        from syncline.codecs.registry import codec_of
+
+        return codec_of(self.codec)
+
+    @property
+    def feedback(self) -> bool:  # type: ignore[override]
+        """As the one inside has it."""
+        return self.inner().feedback
+
+    def start(self, parts: Sequence[Part], device: torch.device) -> State:
+        """That of the one inside."""
+        return self.inner().start(parts, device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup(Composed):
+    """Everything for a while, then the codec; the fraction that it keeps falls to its own over as many steps."""
+
+    name: ClassVar[str] = "warmup"
+    steps: int = 100  # in which everything is sent
+
+    def __post_init__(self) -> None:
+        if self.steps < 0:
+            raise ConfigError(f"steps={self.steps} is less than 0; try warmup:steps=100,codec=({self.codec})")
+        if not self.inner().feedback and hasattr(self.inner(), "momentum"):
+            raise ConfigError(
+                f"{self.codec} has a momentum that must run from the first step, and a warm-up of its own"
+            )
+
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """What the step asks for."""
+        return (yield from self.at(place.step).reduce(values, state, place))
+
+    def at(self, step: int) -> Codec:
+        """The codec of a step."""
+        if step <= self.steps:
+            return NoCodec()
+        inner = self.inner()
+        keep: float = getattr(inner, "keep", 1.0)
+        done = min(1.0, (step - self.steps) / max(self.steps, 1))
+        if keep >= START or done >= 1.0:
+            return inner
+        less: Any = {"keep": START * (keep / START) ** done}
+        return replace(inner, **less)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(Composed):
+    """Some parameters go as they are, the others through the codec."""
+
+    name: ClassVar[str] = "rules"
+    below: int = 4096  # parameters with fewer elements go as they are
+    vectors: bool = True  # so do those of one dimension
+    names: str = ""  # and those whose names match one of these patterns, separated by |
+
+    def is_plain(self, part: Part) -> bool:
+        """Whether a parameter goes as it is."""
+        patterns = filter(None, self.names.split("|"))
+        return (
+            part.hi - part.lo < self.below
+            or (self.vectors and len(part.shape) < 2)
+            or any(fnmatch(part.name, pattern) for pattern in patterns)
+        )
+
+    def start(self, parts: Sequence[Part], device: torch.device) -> State:
+        return self.inner().start([part for part in parts if not self.is_plain(part)], device)
+
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """One mean of what goes as it is, then the other codec about the rest."""
+        plain = [part for part in place.parts if self.is_plain(part)]
+        coded = [part for part in place.parts if not self.is_plain(part)]
+        mean = yield Mean(taken(values, plain))
+        rest = taken(values, coded)
+        decoder = yield from self.inner().reduce(rest, state, replace(place, parts=closed_up(coded)))
+        put(values, plain, torch.zeros_like(mean))
+        put(values, coded, rest)
+
+        def write(out: Tensor) -> None:
+            put(out, plain, mean)
+            whole = torch.empty_like(rest)
+            decoder(whole)
+            put(out, coded, whole)
+
+        return write
+
+
+def taken(values: Tensor, parts: Sequence[Part]) -> Tensor:
+    """Copies of some parts, side by side."""
+    return torch.cat([values[part.lo : part.hi] for part in parts]) if parts else values.new_zeros(0)
+
+
+def put(values: Tensor, parts: Sequence[Part], flat: Tensor) -> None:
+    """Parts back in their places."""
+    start = 0
+    for part in parts:
+        values[part.lo : part.hi] = flat[start : start + part.hi - part.lo]
+        start += part.hi - part.lo
+
+
+def closed_up(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The same parts side by side."""
+    moved, start = [], 0
+    for part in parts:
+        moved.append(part._replace(lo=start, hi=start + part.hi - part.lo))
+        start += part.hi - part.lo
+    return tuple(moved)
