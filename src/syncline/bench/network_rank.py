@@ -27,7 +27,7 @@ def main(method: str, steps: int) -> None:
     shape = SHAPES["5M"]
     batches = Batches(standard_library(), shape.context, 1)
     model = make_gpt(shape)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     stopwatch = Stopwatch(model)
     trained: nn.Module = model
     sync = None
