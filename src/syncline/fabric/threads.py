@@ -292,7 +292,7 @@ class ThreadsPending:
             group.waits_for[fabric.rank] = peer
             group.wake[fabric.rank].wait(left)
             if group.failure is None and time.monotonic() < until:
-                del group.waits_for[fabric.rank]
+                group.waits_for.pop(fabric.rank, None)
             return
         error = group.fail(fabric.rank, peer, fabric.during, fabric.deadlines.operation - left)
         fabric.broken = error
