@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from syncline.bench.codecs import MEASURED, CodecSpeed
 from syncline.bench.collectives import Results, Row
 from syncline.bench.contenders import CONTENDERS, NEEDS
+from syncline.bench.hosts import hosts, why_not
+from syncline.bench.overhead import measure_overhead
 from syncline.bench.plot import write_plot
 from syncline.bench.timing import Contender, measure, pattern
 from syncline.cli.main import app
+from syncline.errors import SynclineError
 
 
 def needed(name: str) -> None:
@@ -71,3 +77,41 @@ def test_the_command_prints_figures_for_programs():
     rows = json.loads(result.stdout)["rows"]
     assert {row["contender"] for row in rows} == {"syncline", "limit"}
     assert all(row["median_s"] > 0 for row in rows)
+
+
+def test_codecs_are_measured_and_priced():
+    arguments = ["bench", "codecs", "--size", "400KB", "--repeats", "1", "--world", "3", "--json"]
+    printed = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    speeds = {one["codec"]: one for one in printed["codecs"]}
+    assert set(MEASURED) == set(speeds)
+    assert speeds["none"]["wire_bytes_per_element"] == pytest.approx(speeds["none"]["dense_bytes_per_element"])
+    assert speeds["topk:0.01"]["wire_bytes_per_element"] < 0.2
+    assert all(one["encode_gb_s"] > 0 and one["decode_gb_s"] > 0 for one in speeds.values())
+
+
+def test_a_codec_pays_below_its_break_even_speed_only():
+    dense = CodecSpeed("none", 10, 10, 10, 10, 6.0, 6.0, 25_000_000)
+    coded = CodecSpeed("int8", 2, 2, 1, 1, 1.5, 6.0, 25_000_000)
+    assert coded.seconds_on(0.9 * coded.break_even_gbit_s) < dense.seconds_on(0.9 * coded.break_even_gbit_s)
+    assert coded.seconds_on(1.1 * coded.break_even_gbit_s) > dense.seconds_on(1.1 * coded.break_even_gbit_s)
+    assert coded.times_twin == 2
+
+
+def test_what_sync_costs_in_a_world_of_one_is_measured():
+    overhead = measure_overhead(repeats=1)
+    assert 0 < overhead.plain_s < 5
+    assert 0 < overhead.bucketed_s < 5
+
+
+@pytest.mark.timeout(120)
+def test_hosts_are_made_limited_and_removed():
+    if (reason := why_not()) and not os.environ.get("SYNCLINE_REQUIRE_ALL"):
+        pytest.skip(reason)
+    with hosts(2, "100mbit") as made:
+        told = made.run(
+            [sys.executable, "-c", "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"], 29_500, 60
+        )
+        assert told.split() == ["0", "2"]
+        with pytest.raises(SynclineError, match="no such thing"):
+            made.run([sys.executable, "-c", "raise SystemExit('no such thing')"], 29_500, 60)
+    assert "slhost" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
