@@ -23,6 +23,7 @@ from syncline.codecs.none import NoCodec
 from syncline.fabric.base import Fabric, Handle, Times
 from syncline.fabric.worker import Worker
 from syncline.guards.finite import is_finite
+from syncline.tracing.quality import Quality, Watch
 from syncline.tracing.spans import BucketSpan, Recorder
 
 
@@ -90,6 +91,7 @@ class Coded:
     work: torch.Tensor  # the values in float32, which are the bucket's own where they are of float32
     decoder: Decoder | None = None
     said: int = 0
+    sampled: tuple[int, float] | None = None  # the step, and the norm of what was to be sent
 
 
 class CodecPipeline(Pipeline):
@@ -105,6 +107,7 @@ class CodecPipeline(Pipeline):
         self.worker = Worker(f"rank {fabric.rank} encodes")
         self.coded: dict[int, Coded] = {}
         self.saved: dict[str, dict[str, Any]] = {}
+        self.watch = Watch()
         fabric.at_close.append(self.close)
 
     def start(self, step: int, bucket: Bucket) -> Flight:
@@ -127,6 +130,8 @@ class CodecPipeline(Pipeline):
             coded.work.zero_()
         elif coded.feedback is not None:
             coded.feedback.add_to(coded.work)
+        if coded.feedback is not None and self.watch.is_due(step):
+            coded.sampled = (step, float(coded.work.norm()))
         coded.staged = dict(coded.state)
         place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts)
         conversation = self.codec.reduce(coded.work, coded.staged, place)
@@ -169,12 +174,21 @@ class CodecPipeline(Pipeline):
         coded = self.coded[bucket.number]
         if is_good and coded.decoder is not None:
             coded.state = coded.staged
+            self.take_sample(bucket.number, coded)
             if coded.feedback is not None:
                 coded.feedback.commit(coded.work)
             coded.decoder(coded.work)
             if coded.work is not bucket.values:
                 bucket.values.copy_(coded.work)
         coded.decoder = None
+        coded.sampled = None
+
+    def take_sample(self, number: int, coded: Coded) -> None:
+        """How much of a bucket was not sent, in the steps in which that is looked at."""
+        if coded.sampled is not None:
+            step, wanted = coded.sampled
+            left = float(coded.work.norm())
+            self.watch.add(Quality(step, number, left / max(wanted, 1e-30), left))
 
     def close(self) -> None:
         self.worker.close(drain=False)

@@ -29,7 +29,7 @@ from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import compare_replicas
 from syncline.guards.finite import POLICIES, Policy, Skipping, WithheldGradients, is_finite
-from syncline.pipeline import make_pipeline
+from syncline.pipeline import CodecPipeline, make_pipeline
 from syncline.replicas import (
     average_buffers,
     broadcast_optimizers,
@@ -39,6 +39,7 @@ from syncline.replicas import (
     optimizer_tensors,
 )
 from syncline.state import STATE_VERSION, choose_state
+from syncline.tracing.quality import Quality
 from syncline.tracing.spans import Recorder
 from syncline.tracing.totals import Totals, mean_totals
 from syncline.units import MIB
@@ -215,6 +216,11 @@ class Sync:
     def report(self, last: int = 100) -> Totals:
         """What the last steps cost: compute, hidden and exposed communication, waiting for others."""
         return mean_totals(list(self.recorder.steps)[-last:])
+
+    def quality(self) -> list[Quality]:
+        """How much of each bucket its codec left out, sampled every 50 steps; empty without error feedback."""
+        pipeline = self.reducer.pipeline if self.reducer is not None else None
+        return list(pipeline.watch.samples) if isinstance(pipeline, CodecPipeline) else []
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on as if it had not been interrupted; every rank saves its own."""

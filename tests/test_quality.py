@@ -1,0 +1,47 @@
+"""Samples of what codecs leave out, and the word about what grows."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import syncline
+from syncline.tracing.quality import Quality, Watch, grows
+
+
+def sampled(fabric: syncline.Fabric, codec: str) -> list[Quality]:
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
+    for _ in range(101):
+        optimizer.zero_grad()
+        model(torch.ones(1, 40) * (1 + fabric.rank)).square().sum().backward()
+        optimizer.step()
+    return sync.quality()
+
+
+def test_every_fiftieth_step_is_looked_at() -> None:
+    for found in syncline.run(lambda fabric: sampled(fabric, "topk:0.1"), ranks=2, fabric="threads"):
+        assert [one.step for one in found] == [50, 100]
+        assert all(0.1 < one.relative_error < 1.0 for one in found)
+    for found in syncline.run(lambda fabric: sampled(fabric, "int8"), ranks=2, fabric="threads"):
+        assert all(0 < one.relative_error < 0.05 for one in found)
+    assert syncline.run(lambda fabric: sampled(fabric, "none"), ranks=2, fabric="threads") == [[], []]
+
+
+def test_what_grows_without_bound_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    watch = Watch()
+    with caplog.at_level(logging.WARNING):
+        for step in range(8):
+            watch.add(Quality(50 * step, 0, 0.9, 4.0**step))
+            watch.add(Quality(50 * step, 1, 0.9, 5.0 + step % 2))
+    assert len(caplog.records) == 1
+    assert "bucket 0" in caplog.text
+
+
+@pytest.mark.parametrize("norms", [[1.0], [1.0, 20.0], [1.0, 30.0, 20.0, 25.0, 24.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
+def test_what_settles_is_not_told(norms: list[float]) -> None:
+    assert not grows(norms)
