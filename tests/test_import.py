@@ -62,6 +62,21 @@ def test_import_pulls_in_nothing_heavy(look: dict) -> None:
     assert look["cli"] == []
 
 
+ADDED = """
+import json, time
+import torch
+before = time.process_time()
+import syncline
+print(json.dumps(time.process_time() - before))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_import_takes_little_longer_than_that_of_torch() -> None:
+    # Processor time of this import alone, in one interpreter; the least of five, as noise only adds.
+    assert min(in_fresh_interpreter(ADDED) for _ in range(5)) <= 0.3
+
+
 PACKAGES = """
 import json, sys
 import numpy, torch, torch.distributed
