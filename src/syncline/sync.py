@@ -208,7 +208,7 @@ class Sync:
             return
         self.divide_by = divide_by
         yield
-        while self.reducer.keep_company().active:
+        while self.reducer.synchronize(has_data=False).active:
             pass
         self.divide_by = "world"
         self._take_state_of(self.last_active)

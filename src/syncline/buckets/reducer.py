@@ -277,16 +277,9 @@ class Reducer:
 
     # Passes
 
-    def synchronize(self) -> None:
-        """A pass without a backward: average what gradients there are."""
-        current = self.begin(synchronizes=True)
-        if self.judged:
-            self.send_from(0, current)
-        self.complete(current)
-
-    def keep_company(self) -> Verdict:
-        """A pass of a rank that has no data."""
-        current = self.begin(synchronizes=True, has_data=False)
+    def synchronize(self, has_data: bool = True) -> Verdict:
+        """A pass without a backward: average what gradients there are, or keep the others company without any."""
+        current = self.begin(synchronizes=True, has_data=has_data)
         if self.judged:
             self.send_from(0, current)
         return self.complete(current)
