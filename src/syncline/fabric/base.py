@@ -9,6 +9,7 @@ or stalled peer it is not: every later call raises the same error again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import ClassVar, NamedTuple, Protocol, Self
@@ -20,8 +21,9 @@ from syncline.collectives.execute import OPS, Op, Pending
 from syncline.collectives.flat import Algorithm
 from syncline.collectives.registry import algorithm, cheapest, schedule_of
 from syncline.collectives.schedule import Hosts
-from syncline.errors import ConfigError, UnknownName
+from syncline.errors import ConfigError, FabricClosed, UnknownName
 from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.hosts import hosts_among
 from syncline.specs import text_of
 
 MOST_NAME_BYTES = 100  # of an algorithm with its settings; ranks compare it in full
@@ -68,8 +70,10 @@ class Fabric(ABC):
         self.hosts = hosts
         self.deadlines = deadlines
         self.device = torch.device("cpu")
-        self.siblings: list[Fabric] = []
+        self.siblings: list[Fabric] = []  # and subgroups: what is closed with this fabric
         self.siblings_made = 0
+        self.subgroups_made: Counter[tuple[int, ...]] = Counter()
+        self.is_closed = False
         self.at_close: list[Callable[[], None]] = []  # of whoever works with this fabric
 
     def sibling(self) -> Self:
@@ -79,9 +83,25 @@ class Fabric(ABC):
         """
         made = self._sibling()
         self.siblings_made += 1
-        self.siblings.append(made)
-        made.at_close.append(lambda: self.siblings.remove(made) if made in self.siblings else None)
-        return made
+        return self._keep(made)
+
+    def subgroup(self, ranks: Sequence[int]) -> Self:
+        """A fabric between some ranks of this one: rank 0 of it is the first of `ranks`, and so on.
+
+            if fabric.rank in (1, 3):
+                pair = fabric.subgroup([1, 3])
+
+        Only its members make it, all with the same `ranks`; the same ranks again give another fabric. Neither making it
+        nor its calls need a common order with the calls of this one, and it fails by itself: when a rank dies or
+        stalls, this fabric and the subgroups with that rank are broken, and the others go on. Its errors count ranks as
+        it does. It is closed with the fabric it was made from.
+        """
+        members = self._members(ranks)
+        number = self.subgroups_made[members]
+        self.subgroups_made[members] += 1
+        made = self._subgroup(members, number)
+        made.hosts = hosts_among(self.hosts, members)
+        return self._keep(made)
 
     def with_engine(self) -> Fabric:
         """The fabric that can hand tensors to an engine's own all-reduce."""
@@ -94,6 +114,7 @@ class Fabric(ABC):
         """
         for sibling in [*self.siblings]:
             sibling.close(drain)
+        self.is_closed = True
         self._close(drain)
         while self.at_close:
             self.at_close.pop()()
@@ -188,6 +209,10 @@ class Fabric(ABC):
     def _sibling(self) -> Self: ...
 
     @abstractmethod
+    def _subgroup(self, ranks: tuple[int, ...], number: int) -> Self:
+        """The fabric that these ranks make when they have made `number` others before."""
+
+    @abstractmethod
     def _close(self, drain: bool) -> None: ...
 
     @abstractmethod
@@ -212,7 +237,26 @@ class Fabric(ABC):
         """The algorithm for `"auto"`."""
         return cheapest(nbytes, self.world, self.hosts, self.latency_s, self.bytes_per_s)
 
+    def _keep(self, made: Self) -> Self:
+        """Close it with this fabric, unless it was closed before."""
+        self.siblings.append(made)
+        made.at_close.append(lambda: self.siblings.remove(made) if made in self.siblings else None)
+        return made
+
     # What is checked before anything is sent.
+
+    def _members(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        members = tuple(int(self._peer(rank)) for rank in ranks)
+        if self.is_closed:
+            raise FabricClosed("the fabric is closed, so it has no subgroups; make a new one")
+        if len(set(members)) < len(members):
+            raise ConfigError(f"ranks={[*members]} has a rank twice; use {[*dict.fromkeys(members)]}")
+        if self.rank not in members:
+            raise ConfigError(
+                f"rank {self.rank} is not in ranks={[*members]}, and only members make a subgroup; "
+                f"ask first: if fabric.rank in ranks"
+            )
+        return members
 
     def _collective(self, collective: str | Algorithm, tensor: Tensor) -> str:
         """The text that names the algorithm, the same on all ranks that asked for the same in whatever words."""

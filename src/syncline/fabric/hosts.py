@@ -33,6 +33,12 @@ def digest(text: str) -> int:
     return (zlib.crc32(data) << 31) ^ zlib.crc32(data[::-1])
 
 
+def hosts_among(hosts: Hosts, ranks: Sequence[int]) -> Hosts:
+    """The hosts of some ranks, which are counted anew in the order given."""
+    host_of = {rank: number for number, host in enumerate(hosts) for rank in host}
+    return group_by_host([host_of[rank] for rank in ranks])
+
+
 def group_by_host(keys: Sequence[int]) -> Hosts:
     """The ranks of each host, hosts in the order of their first rank."""
     hosts: dict[int, list[int]] = {}

@@ -7,6 +7,7 @@ fabric's own: each rank owns a slice, adds it over all buffers in rank order 0..
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,11 @@ class Meeting:
         """A name in the abstract namespace: there is no file to leave behind."""
         return f"@syncline-{self.nonce.hex()}"
 
+    def aside(self, ranks: tuple[int, ...], number: int) -> Meeting:
+        """Where some of the ranks meet: a place that all of them know without a word."""
+        about = f"{number} of {ranks}".encode()
+        return Meeting(hashlib.blake2b(about, key=self.nonce, digest_size=len(self.nonce)).digest())
+
 
 def missing() -> str:
     """Why there can be no shared-memory fabric here; empty if there can."""
@@ -85,6 +91,7 @@ class ShmFabric(Fabric):
         deadlines = deadlines or Deadlines()
         super().__init__(rank, world, hosts_of_sizes([world]), deadlines)
         self.engine = engine
+        self.meeting = meeting
         self.group: _native.Group = _native.Group(
             meeting.address, rank, world, meeting.nonce, deadlines.operation, deadlines.join
         )
@@ -121,6 +128,9 @@ class ShmFabric(Fabric):
         nonce = torch.tensor(list(Meeting().nonce), dtype=torch.int32)
         self.broadcast(nonce)
         return ShmFabric(Meeting(bytes(nonce.tolist())), self.rank, self.world, self.deadlines)
+
+    def _subgroup(self, ranks: tuple[int, ...], number: int) -> ShmFabric:
+        return ShmFabric(self.meeting.aside(ranks, number), ranks.index(self.rank), len(ranks), self.deadlines)
 
     def _close(self, drain: bool) -> None:
         self.group.close(drain)

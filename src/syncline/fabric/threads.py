@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -29,6 +29,7 @@ from syncline.errors import ConfigError, Desync, FabricClosed, PeerError
 from syncline.fabric.base import NO_NOTE, Note
 from syncline.fabric.blame import Kind, culprit, peer_error
 from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.hosts import hosts_among
 from syncline.fabric.messages import MessageFabric
 
 
@@ -134,6 +135,7 @@ class ThreadGroup:
         self.gone: set[int] = set()
         self.notes = [NO_NOTE] * world
         self.siblings: list[ThreadGroup] = []
+        self.subgroups: dict[tuple[tuple[int, ...], int], ThreadGroup] = {}  # by ranks, and how many came before
         self.failure: PeerError | None = None
 
     def fabric(self, rank: int) -> ThreadsFabric:
@@ -147,14 +149,25 @@ class ThreadGroup:
                 self.siblings.append(ThreadGroup(self.world, self.hosts, self.faults, self.deadlines))
             return self.siblings[number]
 
+    def subgroup(self, ranks: tuple[int, ...], number: int) -> ThreadGroup:
+        """A group of some of the ranks; the rank that comes first makes it, and those that are gone never come."""
+        with self.lock:
+            if (ranks, number) not in self.subgroups:
+                faults = [replace(fault, rank=ranks.index(fault.rank)) for fault in self.faults if fault.rank in ranks]
+                made = ThreadGroup(len(ranks), hosts_among(self.hosts, ranks), faults, self.deadlines)
+                made.gone.update(ranks.index(rank) for rank in self.gone.intersection(ranks))
+                self.subgroups[ranks, number] = made
+            return self.subgroups[ranks, number]
+
     def leave(self, rank: int) -> None:
         """A rank ends, one way or another; whoever waits for it is told."""
         with self.lock:
             self.gone.add(rank)
             self.waits_for.pop(rank, None)
             self.notify_all()
-        for sibling in self.siblings:
-            sibling.leave(rank)
+            subgroups = [(group, ranks.index(rank)) for (ranks, _), group in self.subgroups.items() if rank in ranks]
+        for group, number in [*((sibling, rank) for sibling in self.siblings), *subgroups]:
+            group.leave(number)
 
     def fail(self, rank: int, peer: int, during: str, waited_s: float) -> PeerError:
         """Blame someone, once: the first verdict is everyone's. The lock is held."""
@@ -243,6 +256,9 @@ class ThreadsFabric(MessageFabric):
 
     def _sibling(self) -> ThreadsFabric:
         return self.group.sibling(self.siblings_made).fabric(self.rank)
+
+    def _subgroup(self, ranks: tuple[int, ...], number: int) -> ThreadsFabric:
+        return self.group.subgroup(ranks, number).fabric(ranks.index(self.rank))
 
     def _close(self, drain: bool) -> None:
         if not drain:

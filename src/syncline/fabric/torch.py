@@ -15,9 +15,10 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from syncline.collectives.execute import HALVES, Op, divided
-from syncline.errors import ConfigError, FabricClosed, FabricError
+from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed
 from syncline.fabric.base import Note
 from syncline.fabric.blame import Kind
 from syncline.fabric.board import Board
@@ -128,20 +129,36 @@ class TorchFabric(MessageFabric):
         return self.board.read(self._peer(rank))
 
     def _sibling(self) -> TorchFabric:
-        """Torch names a new group of all ranks by a count, and one of some ranks after them.
+        everyone = tuple(range(self.world))
+        return TorchFabric(self._new_group(everyone, f"sibling {self.siblings_made}"), self.deadlines, owns_group=True)
 
-        The second name would be used again, and meet what is left in the store, if such a group were destroyed: so it
-        is not, before the process ends.
+    def _subgroup(self, ranks: tuple[int, ...], number: int) -> TorchFabric:
+        if self.backend == "mpi":
+            raise ConfigError("all ranks of MPI make a group together, so some alone make none; use Gloo or NCCL")
+        return TorchFabric(self._new_group(ranks, f"subgroup {number}"), self.deadlines, owns_group=True)
+
+    def _new_group(self, ranks: tuple[int, ...], kind: str) -> dist.ProcessGroup:
+        """Some ranks of this group as a group, in that order, under a name that only they use and only once.
+
+        `dist.new_group` names a group of some ranks after them and the number of groups that the caller has. Ranks do
+        not have that in common, and it comes again when a group was destroyed. So what is behind it is used here.
         """
-        ranks = dist.get_process_group_ranks(self.group)
-        is_whole = len(ranks) == dist.get_world_size()
-        group = dist.new_group(
-            ranks,
-            timeout=timedelta(seconds=self.deadlines.join),
-            backend=self.backend,
-            use_local_synchronization=not is_whole,
-        )
-        return TorchFabric(group, self.deadlines, owns_group=is_whole)
+        in_world = dist.get_process_group_ranks(self.group)
+        members = [in_world[rank] for rank in ranks]
+        try:
+            made: tuple[dist.ProcessGroup, object] = _new_process_group_helper(
+                len(ranks),
+                ranks.index(self.rank),
+                members,
+                dist.Backend(self.backend),
+                self.group.get_group_store(),
+                f"{self.group.group_name}/{kind} of {ranks}",  # type: ignore[arg-type]
+                timeout=timedelta(seconds=self.deadlines.join),
+            )
+        except RuntimeError as error:
+            raise JoinFailed(f"ranks {[*ranks]} did not all come within {self.deadlines.join} s: {error}") from error
+        _world.pg_group_ranks[made[0]] = {member: rank for rank, member in enumerate(members)}
+        return made[0]
 
     def _close(self, drain: bool) -> None:
         if not drain and self.worker.busy():
