@@ -135,16 +135,16 @@ def test_every_codec_keeps_the_ranks_of_every_fabric_equal(fabric: str) -> None:
 
 def state_of(rank: int, world: int, kept: float, codec: str = "topk") -> dict:
     codec_state = {"kept": {"p": torch.full((3,), kept)}, "worth": {"p": 0.1}, "state": {"p/factor": torch.ones(2)}}
-    return {"version": 1, "rank": rank, "world": world, "codec": codec, "layout": {}, "codec_state": codec_state}
+    return {"version": 2, "rank": rank, "world": world, "codec": codec, "layout": {}, "codec_state": codec_state}
 
 
 def test_with_another_number_of_ranks_the_mean_of_what_was_kept_stays() -> None:
     saved = [state_of(rank, 3, float(rank)) for rank in range(3)]
-    chosen = [choose_state(saved, rank, 2, "topk") for rank in range(2)]
+    chosen = [choose_state(saved, rank, 2, {"codec": "topk"}) for rank in range(2)]
     for state in chosen:
         assert torch.equal(state["codec_state"]["kept"]["p"], torch.ones(3))
         assert torch.equal(state["codec_state"]["state"]["p/factor"], torch.ones(2))
-    assert choose_state(saved, 1, 3, "topk") is saved[1]
+    assert choose_state(saved, 1, 3, {"codec": "topk"}) is saved[1]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_with_another_number_of_ranks_the_mean_of_what_was_kept_stays() -> None:
 )
 def test_a_state_that_does_not_fit_is_refused(states: list[dict], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose_state(states, 1, 2, "topk")
+        choose_state(states, 1, 2, {"codec": "topk"})
 
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)

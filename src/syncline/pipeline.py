@@ -1,20 +1,21 @@
 """The path of a bucket: from its last gradient to the mean over ranks. Every seam leaves a span.
 
 Without a codec a bucket is one asynchronous all-reduce. With one, a thread carries the codec's conversations through,
-bucket by bucket; what they come to is written when all ranks are known to have gone through with the pass (`settle`),
+bucket by bucket; what they come to is written when all ranks are known to have gone through with the pass (`finish`),
 so that what was kept from earlier steps is as it was if they have not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from syncline.buckets.bucket import Bucket
+from syncline.buckets.bucket import Bucket, Side
 from syncline.codecs.answers import converse
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Decoder
@@ -27,14 +28,38 @@ from syncline.tracing.quality import Quality, Watch
 from syncline.tracing.spans import BucketSpan, Recorder
 
 
-@dataclass(frozen=True)
+@dataclass
+class Coding:
+    """What a codec makes of a bucket in one pass; it counts when all ranks are known to have gone through with it."""
+
+    work: Tensor  # the values in float32, which are the side's own where they are of float32
+    units: Units  # what gradients were worth when it left
+    staged: State = field(default_factory=dict)
+    decoder: Decoder | None = None
+    said: int = 0
+    sampled: tuple[int, float] | None = None  # the step, and the norm of what was to be sent
+
+
+@dataclass
 class Flight:
     """A bucket on its way."""
 
-    number: int
     bucket: Bucket
+    side: Side
     handle: Handle
     ready_ns: int
+    coding: Coding | None = None
+    has_arrived: bool = False
+
+    @property
+    def number(self) -> int:
+        """Of the bucket."""
+        return self.bucket.number
+
+    @property
+    def sent_bytes(self) -> int:
+        """What was said instead of the gradients."""
+        return self.coding.said if self.coding else self.bucket.nbytes
 
 
 class Pipeline:
@@ -48,26 +73,26 @@ class Pipeline:
     def start(self, step: int, bucket: Bucket) -> Flight:
         """Send a bucket off. Its memory belongs to the fabric until it is waited for."""
         ready_ns = monotonic_ns()
-        handle = self.fabric.all_reduce_async(bucket.flat, op="mean", collective=self.collective)
-        return Flight(bucket.number, bucket, handle, ready_ns)
+        handle = self.fabric.all_reduce_async(bucket.side.flat, op="mean", collective=self.collective)
+        return Flight(bucket, bucket.side, handle, ready_ns)
 
     def wait(self, flight: Flight) -> None:
         """Until all that ranks have to say about the bucket is said."""
+        if flight.has_arrived:
+            return
         waited_from_ns = monotonic_ns()
         flight.handle.wait()
         waited_to_ns = monotonic_ns()
+        flight.has_arrived = True
         times = flight.handle.times()
-        sent = self.sent_bytes(flight.bucket)
+        nbytes = flight.bucket.nbytes
         self.recorder.buckets.append(
-            BucketSpan(flight.number, flight.bucket.nbytes, sent, flight.ready_ns, *times, waited_from_ns, waited_to_ns)
+            BucketSpan(flight.number, nbytes, flight.sent_bytes, flight.ready_ns, *times, waited_from_ns, waited_to_ns)
         )
 
-    def sent_bytes(self, bucket: Bucket) -> int:
-        """What was said instead of the gradients."""
-        return bucket.nbytes
-
-    def settle(self, bucket: Bucket, is_good: bool) -> None:
-        """Write the mean, if the pass is good."""
+    def finish(self, flights: Sequence[Flight], is_good: Callable[[], bool]) -> Handle | None:
+        """When all these have arrived, write the means, if the pass is good; None if there is nothing to do."""
+        return None
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """What is kept from step to step, by parameter."""
@@ -87,15 +112,10 @@ class Coded:
     parts: tuple[Part, ...]
     state: State
     feedback: Feedback | None
-    staged: State
-    work: torch.Tensor  # the values in float32, which are the bucket's own where they are of float32
-    decoder: Decoder | None = None
-    said: int = 0
-    sampled: tuple[int, float] | None = None  # the step, and the norm of what was to be sent
 
 
 class CodecPipeline(Pipeline):
-    """Sends what a codec makes of a bucket."""
+    """Sends what a codec makes of a bucket. One thread does it all, so passes follow each other in order."""
 
     def __init__(
         self, fabric: Fabric, collective: str, recorder: Recorder, codec: Codec, seed: int, units: Callable[[], Units]
@@ -104,6 +124,7 @@ class CodecPipeline(Pipeline):
         self.codec = codec
         self.seed = seed
         self.units = units
+        self.now: tuple[int, Units] = (-1, Units({}))
         self.worker = Worker(f"rank {fabric.rank} encodes")
         self.coded: dict[int, Coded] = {}
         self.saved: dict[str, dict[str, Any]] = {}
@@ -111,45 +132,85 @@ class CodecPipeline(Pipeline):
         fabric.at_close.append(self.close)
 
     def start(self, step: int, bucket: Bucket) -> Flight:
-        ready_ns = monotonic_ns()
+        side, ready_ns = bucket.side, monotonic_ns()
+        coding = Coding(wide(side.values), self.units_of(step))
 
         def work() -> Times:
             began_ns = monotonic_ns()
-            self.encode(step, bucket)
+            self.encode(step, self.coded_of(bucket), coding, side)
             return Times(began_ns, began_ns, monotonic_ns())
 
-        handle = self.worker.submit(work, f"bucket {bucket.number}", self.fabric.deadlines.operation)
-        return Flight(bucket.number, bucket, handle, ready_ns)
+        return Flight(bucket, side, self.submit(work, f"bucket {bucket.number}"), ready_ns, coding)
 
-    def encode(self, step: int, bucket: Bucket) -> None:
+    def units_of(self, step: int) -> Units:
+        """Looked up once a step."""
+        if self.now[0] != step:
+            self.now = (step, self.units())
+        return self.now[1]
+
+    def submit(self, work: Callable[[], Times], what: str) -> Handle:
+        """Do something in turn."""
+        return self.worker.submit(work, what, self.fabric.deadlines.operation)
+
+    def encode(self, step: int, coded: Coded, coding: Coding, side: Side) -> None:
         """Everything ranks say about a bucket. One that is not finite here is said to be, and goes as zeros."""
-        coded = self.coded_of(bucket)
-        coded.work.copy_(bucket.values)
-        if not is_finite(coded.work):
-            bucket.bad.fill_(1)
-            coded.work.zero_()
+        work = coding.work
+        if work is not side.values:
+            work.copy_(side.values)
+        if not is_finite(work):
+            side.bad.fill_(1)
+            work.zero_()
         elif coded.feedback is not None:
-            coded.feedback.add_to(coded.work)
+            coded.feedback.add_to(work, coding.units)
         if coded.feedback is not None and self.watch.is_due(step):
-            coded.sampled = (step, float(coded.work.norm()))
-        coded.staged = dict(coded.state)
+            coding.sampled = (step, float(work.norm()))
+        coding.staged = dict(coded.state)
         place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts)
-        conversation = self.codec.reduce(coded.work, coded.staged, place)
-        coded.decoder, coded.said = converse(conversation, self.fabric, self.collective)
-        self.fabric.all_reduce(bucket.tail, op="mean")
+        conversation = self.codec.reduce(work, coding.staged, place)
+        coding.decoder, coding.said = converse(conversation, self.fabric, self.collective)
+        self.fabric.all_reduce(side.tail, op="mean")
 
     def coded_of(self, bucket: Bucket) -> Coded:
         """Made when a bucket leaves for the first time."""
         if bucket.number not in self.coded:
             parts = parts_of(bucket)
-            device = bucket.values.device
-            feedback = Feedback(parts, self.units, device) if self.codec.feedback else None
-            plain = bucket.values.dtype == torch.float32
-            work = bucket.values if plain else torch.zeros_like(bucket.values, dtype=torch.float32)
-            made = Coded(parts, self.codec.start(parts, device), feedback, {}, work)
+            device = bucket.side.values.device
+            feedback = Feedback(parts, device) if self.codec.feedback else None
+            made = Coded(parts, self.codec.start(parts, device), feedback)
             restore(made, self.saved)
             self.coded[bucket.number] = made
         return self.coded[bucket.number]
+
+    def finish(self, flights: Sequence[Flight], is_good: Callable[[], bool]) -> Handle:
+        def work() -> Times:
+            began_ns = monotonic_ns()
+            if all(flight.coding and flight.coding.decoder for flight in flights) and is_good():
+                for flight in flights:
+                    self.settle(flight)
+            return Times(began_ns, began_ns, monotonic_ns())
+
+        return self.submit(work, "what a pass comes to")
+
+    def settle(self, flight: Flight) -> None:
+        """Write the mean, and keep what was not sent."""
+        coding, coded = flight.coding, self.coded[flight.number]
+        assert coding is not None
+        assert coding.decoder is not None
+        coded.state = coding.staged
+        self.take_sample(flight.number, coding)
+        if coded.feedback is not None:
+            coded.feedback.commit(coding.work, coding.units)
+        coding.decoder(coding.work)
+        if coding.work is not flight.side.values:
+            flight.side.values.copy_(coding.work)
+        coding.decoder = None
+
+    def take_sample(self, number: int, coding: Coding) -> None:
+        """How much of a bucket was not sent, in the steps in which that is looked at."""
+        if coding.sampled is not None:
+            step, wanted = coding.sampled
+            left = float(coding.work.norm())
+            self.watch.add(Quality(step, number, left / max(wanted, 1e-30), left))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         kept: dict[str, Any] = {}
@@ -167,31 +228,13 @@ class CodecPipeline(Pipeline):
         for coded in self.coded.values():
             restore(coded, saved)
 
-    def sent_bytes(self, bucket: Bucket) -> int:
-        return self.coded[bucket.number].said
-
-    def settle(self, bucket: Bucket, is_good: bool) -> None:
-        coded = self.coded[bucket.number]
-        if is_good and coded.decoder is not None:
-            coded.state = coded.staged
-            self.take_sample(bucket.number, coded)
-            if coded.feedback is not None:
-                coded.feedback.commit(coded.work)
-            coded.decoder(coded.work)
-            if coded.work is not bucket.values:
-                bucket.values.copy_(coded.work)
-        coded.decoder = None
-        coded.sampled = None
-
-    def take_sample(self, number: int, coded: Coded) -> None:
-        """How much of a bucket was not sent, in the steps in which that is looked at."""
-        if coded.sampled is not None:
-            step, wanted = coded.sampled
-            left = float(coded.work.norm())
-            self.watch.add(Quality(step, number, left / max(wanted, 1e-30), left))
-
     def close(self) -> None:
         self.worker.close(drain=False)
+
+
+def wide(values: Tensor) -> Tensor:
+    """Memory for values in float32: their own, if they are."""
+    return values if values.dtype == torch.float32 else torch.zeros_like(values, dtype=torch.float32)
 
 
 def restore(coded: Coded, saved: dict[str, dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import unified_diff
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from syncline.errors import LayoutMismatch
 from syncline.fabric.base import Fabric
 
+log = logging.getLogger(__name__)
 AT_A_TIME_BYTES = 25 << 20
 WORD_BYTES = 8
 
@@ -128,6 +130,24 @@ def broadcast_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimi
         states = torch.load(io.BytesIO(told), weights_only=False)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def average_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Take the means of what optimizers keep, if all ranks keep the same things; a rank that skipped steps may not."""
+    kept = [(at, name, tensor) for at, name, tensor in optimizer_tensors(optimizers) if tensor.is_floating_point()]
+    text = repr([(at, name, tensor.dtype, tensor.shape) for at, name, tensor in kept])
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    digests = fabric.all_gather(torch.tensor([digest], device=fabric.device)).flatten().tolist()
+    if len(set(digests)) > 1:
+        log.warning("the states of optimizers were not averaged, because ranks keep different things")
+        return
+    for batch in batches(tensor for _, _, tensor in kept):
+        flat = torch.cat([tensor.detach().flatten().to(torch.float64) for tensor in batch]).to(fabric.device)
+        fabric.all_reduce(flat, op="mean")
+        start = 0
+        for tensor in batch:
+            tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
 
 
 def broadcast_bytes(fabric: Fabric, mine: bytes, root: int) -> bytes:

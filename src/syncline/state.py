@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,16 +10,19 @@ from torch import Tensor
 
 from syncline.errors import ConfigError
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
-def choose_state(states: Sequence[dict[str, Any]], rank: int, world: int, codec: str) -> dict[str, Any]:
-    """The state for a rank. Refuses what would be silently wrong."""
+def choose_state(
+    states: Sequence[dict[str, Any]], rank: int, world: int, settings: Mapping[str, str]
+) -> dict[str, Any]:
+    """The state for a rank. Refuses what would be silently wrong: other settings than it was saved with."""
     for state in states:
         if state.get("version") != STATE_VERSION:
             raise ConfigError(f"a state of version {state.get('version')} cannot be read; this is {STATE_VERSION}")
-        if state["codec"] != codec:
-            raise ConfigError(f"the state was saved with codec={state['codec']}, not {codec}; use the same")
+        for name, value in settings.items():
+            if state[name] != value:
+                raise ConfigError(f"the state was saved with {name}={state[name]}, not {value}; use the same")
     saved_world = states[0]["world"]
     for state in states:
         if state["rank"] == rank and state["world"] == world:

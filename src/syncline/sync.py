@@ -2,93 +2,55 @@
 
     sync = syncline.Sync(model, optimizer)
 
-It stands between `backward()` and `optimizer.step()`, through hooks of both, and holds no algorithm: buckets
-(`buckets/`), the path of each (`pipeline.py`), what keeps a run safe (`guards/`) and what it cost (`tracing/`).
+It stands between `backward()` and `optimizer.step()`, through hooks of both, and holds no algorithm: when replicas talk
+(`modes/`), what travels together (`buckets/`), its path (`pipeline.py`), what keeps a run safe (`guards/`) and what it
+cost (`tracing/`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import monotonic_ns
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from syncline.buckets.parameters import Named, check_parameters, describe_layout, parameters_of, sparse_names
-from syncline.buckets.reducer import Reducer, Verdict
+from syncline.buckets.parameters import check_parameters, describe_layout, parameters_of
+from syncline.buckets.reducer import Reducer
 from syncline.codecs.codec import Codec
-from syncline.codecs.feedback import Units
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.collectives.registry import algorithm
 from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
-from syncline.guards.divergence import compare_replicas
-from syncline.guards.finite import POLICIES, Policy, Skipping, WithheldGradients, is_finite
-from syncline.pipeline import CodecPipeline, make_pipeline
-from syncline.replicas import (
-    average_buffers,
-    broadcast_optimizers,
-    broadcast_tensors,
-    compare_layouts,
-    model_tensors,
-    optimizer_tensors,
-)
+from syncline.guards.finite import Policy, Skipping, WithheldGradients
+from syncline.modes.mode import DivideBy, Driver, Mode
+from syncline.modes.registry import mode_of, text_of_mode
+from syncline.modes.replica import Replica
+from syncline.modes.settings import Buffers, Settings
+from syncline.replicas import broadcast_tensors, compare_layouts, model_tensors
 from syncline.state import STATE_VERSION, choose_state
 from syncline.tracing.quality import Quality
 from syncline.tracing.spans import Recorder
 from syncline.tracing.totals import Totals, mean_totals
 from syncline.units import MIB
 
-Buffers = Literal["broadcast", "average", "local"]
-BUFFERS: tuple[Buffers, ...] = ("broadcast", "average", "local")
-DIVISORS = ("world", "active")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Everything that can be chosen; all ranks choose the same."""
-
-    codec: Codec  # how much is said
-    collective: str  # who sends what to whom
-    bucket_bytes: int  # larger has fewer messages, smaller starts earlier
-    first_bucket_bytes: int  # small, so that communication starts early
-    accumulate: int  # backward passes per optimizer step; gradients add up, as they do in torch
-    buffers: Buffers  # of modules, such as BatchNorm's statistics
-    nonfinite: Policy  # what to do about NaN and infinity: skip the step, raise, or ignore
-    most_skips: int  # in a row, before it is an error
-    check_every: int  # compare replicas bit by bit every so many steps; 0 is never
-    seed: int  # of what codecs draw at random
-
-    def __post_init__(self) -> None:
-        for name, least in (
-            ("bucket_bytes", 1),
-            ("first_bucket_bytes", 1),
-            ("accumulate", 1),
-            ("check_every", 0),
-            ("most_skips", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} is less than {least}")
-        if self.buffers not in BUFFERS:
-            raise UnknownName("buffers", self.buffers, BUFFERS)
-        if self.nonfinite not in POLICIES:
-            raise UnknownName("nonfinite", self.nonfinite, POLICIES)
+DIVISORS: tuple[DivideBy, ...] = ("world", "active")
 
 
 class Sync:
     """Keeps the replicas of a model in step.
 
     Every rank builds the same model and optimizer, and then this. Parameters and buffers are those of rank 0 from here
-    on; when `backward()` returns, gradients are means over ranks, so that clipping sees what the optimizer will use.
-    Settings are those of `Settings`; `fabric` is one from `run` or `init`, or `"auto"` for the current one.
+    on; with `mode="sync"` gradients are means over ranks when `backward()` returns, so that clipping sees what the
+    optimizer will use. Settings are those of `modes.settings.Settings`, objects or their names; `fabric` is one from
+    `run` or `init`, or `"auto"` for the current one.
     """
 
-    least_world: ClassVar[int] = 2  # ranks from which on there is anything to synchronize
+    least_world: ClassVar[int] = 0  # ranks from which on there is anything to do, if not what the mode says
 
     def __init__(
         self,
@@ -96,6 +58,7 @@ class Sync:
         optimizer: Optimizer | Sequence[Optimizer],
         *,
         fabric: Fabric | str = "auto",
+        mode: str | Mode = "sync",
         codec: str | Codec = "none",
         collective: str = "auto",
         bucket_bytes: int = 25 * MIB,
@@ -114,6 +77,7 @@ class Sync:
         self.optimizers = list_optimizers(optimizer)
         self.scaler = scaler  # what is kept by error feedback follows its scale
         self.settings = Settings(
+            mode=mode_of(mode),
             codec=codec_of(codec),
             collective=collective,
             bucket_bytes=bucket_bytes,
@@ -130,72 +94,58 @@ class Sync:
         self.withheld = WithheldGradients()
         self.stepped: set[Optimizer] = set()  # with the gradients at hand
         self.skips = False  # the step with these gradients
-        self.problem = ""  # with the gradients at hand, the same on every rank
-        self.divide_by: Literal["world", "active"] = "world"
-        self.last_active = 0  # the lowest rank that took part with data in the last pass of any
         named = parameters_of(model)
         if not any(parameter.requires_grad for _, parameter in named):
             raise ConfigError("no parameter of the model needs a gradient, so there is nothing to synchronize")
         given = find_fabric(fabric)
         check_parameters(model, named, given.device)
         self.fabric: Fabric | None = None
-        self.reducer: Reducer | None = None
-        if given.world >= self.least_world:
-            self._join_others(given, named)
+        self.driver: Driver | None = None
+        if given.world >= (self.least_world or self.settings.mode.least_world):
+            self.driver = self._join_others(given)
+            self.driver.new_gradients = self.stepped.clear
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
         self._hooks += [optimizer.register_step_post_hook(self._after_step) for optimizer in self.optimizers]
         self.recorder.begin(monotonic_ns())
 
-    def _join_others(self, given: Fabric, named: Named) -> None:
-        """Compare with the other ranks, start from the state of rank 0, and watch gradients."""
+    def _join_others(self, given: Fabric) -> Driver:
+        """Compare with the other ranks, start from the state of rank 0, and let the mode begin."""
         if self.settings.collective == "engine":
             given = given.with_engine()
         collective = self.settings.collective
         if collective == "auto" and given.has_engine:
             collective = "engine"  # NCCL and Gloo do it without Python in between
         fabric = given.sibling()
+        named = parameters_of(self.model)
         compare_layouts(fabric, describe_layout(named, self.model.named_buffers(), [f"settings {self.settings}"]))
         broadcast_tensors(fabric, model_tensors(self.model))
         self.fabric = fabric
-        self.reducer = Reducer(
-            fabric,
-            make_pipeline(
-                fabric,
-                collective,
-                self.recorder,
-                self.settings.codec,
-                self.settings.seed,
-                self._units,
-            ),
-            named,
-            sparse_names(self.model),
-            self.settings.first_bucket_bytes,
-            self.settings.bucket_bytes,
-            self.settings.accumulate,
-            self._at_the_end_of_a_pass,
-        )
+        replica = Replica(self.model, self.optimizers, self.scaler, self.settings, fabric, collective, self.recorder)
+        return self.settings.mode.start(replica)
 
     # What the user calls
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes that begin inside accumulate gradients on this rank alone. The next one outside sends all."""
-        if self.reducer is None:
+        if self.driver is None:
             yield
             return
-        before, self.reducer.is_paused = self.reducer.is_paused, True
-        try:
+        with self.driver.no_sync():
             yield
-        finally:
-            self.reducer.is_paused = before
 
     def wait(self) -> None:
         """Average gradients that only this rank has, now and not at the next step. All ranks call it."""
-        if self.reducer is not None:
-            self.reducer.before_step()
+        if self.driver is not None:
+            self.driver.wait()
+
+    def drain(self) -> None:
+        """Let what is under way arrive and use it: before evaluating, and at the end. All ranks call it."""
+        if self.driver is not None:
+            self.driver.drain()
 
     @contextmanager
-    def join(self, divide_by: Literal["world", "active"] = "world") -> Iterator[None]:
+    def join(self, divide_by: DivideBy = "world") -> Iterator[None]:
         """For loops with different numbers of batches: a rank that is done keeps the others company.
 
         Gradients are divided by the number of all ranks, or of those that still have data (`"active"`). At the end
@@ -203,15 +153,12 @@ class Sync:
         """
         if divide_by not in DIVISORS:
             raise UnknownName("divide_by", divide_by, DIVISORS)
-        if self.reducer is None or self.fabric is None:
+        if self.driver is None:
             yield
             return
-        self.divide_by = divide_by
+        self.driver.divide(divide_by)
         yield
-        while self.reducer.synchronize(has_data=False).active:
-            pass
-        self.divide_by = "world"
-        self._take_state_of(self.last_active)
+        self.driver.keep_company(divide_by)
 
     def report(self, last: int = 100) -> Totals:
         """What the last steps cost: compute, hidden and exposed communication, waiting for others."""
@@ -219,8 +166,7 @@ class Sync:
 
     def quality(self) -> list[Quality]:
         """How much of each bucket its codec left out, sampled every 50 steps; empty without error feedback."""
-        pipeline = self.reducer.pipeline if self.reducer is not None else None
-        return list(pipeline.watch.samples) if isinstance(pipeline, CodecPipeline) else []
+        return self.driver.quality() if self.driver is not None else []
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on as if it had not been interrupted; every rank saves its own."""
@@ -228,11 +174,11 @@ class Sync:
             "version": STATE_VERSION,
             "rank": 0,
             "world": 1,
+            "mode": text_of_mode(self.settings.mode),
             "codec": text_of_codec(self.settings.codec),
         }
-        if self.reducer is not None and self.fabric is not None:
-            saved |= {"rank": self.fabric.rank, "world": self.fabric.world, "layout": self.reducer.layout()}
-            saved["codec_state"] = self.reducer.pipeline.state_dict()
+        if self.driver is not None and self.fabric is not None:
+            saved |= {"rank": self.fabric.rank, "world": self.fabric.world} | self.driver.state_dict()
         return saved
 
     def load_state_dict(self, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -241,105 +187,44 @@ class Sync:
         With another number of ranks each starts with the mean of what all had kept, so that nothing is lost.
         """
         states = [saved] if isinstance(saved, dict) else list(saved)
-        if self.reducer is None or self.fabric is None:
+        if self.driver is None or self.fabric is None:
             return
-        chosen = choose_state(states, self.fabric.rank, self.fabric.world, text_of_codec(self.settings.codec))
-        self.reducer.restore(chosen["layout"])
-        self.reducer.pipeline.load_state_dict(chosen["codec_state"])
+        settings = {"mode": text_of_mode(self.settings.mode), "codec": text_of_codec(self.settings.codec)}
+        self.driver.load_state_dict(choose_state(states, self.fabric.rank, self.fabric.world, settings))
+
+    @property
+    def reducer(self) -> Reducer | None:
+        """What averages gradients, in modes that do."""
+        return self.driver.reducer if self.driver is not None else None
 
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters in each bucket, in the order in which buckets leave."""
         if self.reducer is None:
             return []
-        return [[slot.name for slot in slots] for slots in self.reducer.planned()]
+        return [[slot.name for slot in slots] for slots in self.reducer.layout.planned()]
 
     def close(self) -> None:
-        """Let go of the model and the optimizer, which stay as they are."""
+        """Let go of the model and the optimizer. Gradients that are under way are used first."""
+        if self.driver is not None and self._hooks:
+            self.driver.finish()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self.withheld.give_back()
-        if self.reducer is not None and self.fabric is not None:
-            self.reducer.close()
+        if self.driver is not None and self.fabric is not None:
+            self.driver.close()
             self.fabric.close()
 
     # What happens by itself
-
-    def _at_the_end_of_a_pass(self, verdict: Verdict) -> None:
-        """All that ranks say to each other besides gradients; every rank comes by here in every pass."""
-        assert self.reducer is not None
-        assert self.fabric is not None
-        root = self.last_active = verdict.active[0] if verdict.active else self.last_active
-        buffers = [buffer for buffer in self.model.buffers() if buffer.numel()]
-        if self.settings.buffers == "broadcast":
-            broadcast_tensors(self.fabric, buffers, root)
-        elif self.settings.buffers == "average":
-            average_buffers(self.fabric, buffers, root)
-        if self.divide_by == "active" and verdict.active:
-            self.reducer.scale(self.fabric.world / len(verdict.active))
-        everyone = len(verdict.active) == self.fabric.world
-        if everyone and self.settings.check_every and self.reducer.passes % self.settings.check_every == 0:
-            compare_replicas(self.fabric, self._replicated(), f"before step {self.reducer.passes}")
-        self.stepped.clear()
-        self.problem = self._what_is_wrong(verdict)
-
-    def _what_is_wrong(self, verdict: Verdict) -> str:
-        """With the gradients at hand; empty if nothing is."""
-        assert self.reducer is not None
-        if verdict.failed:
-            return "a rank failed in its backward pass"
-        if verdict.bad:
-            names = [slot.name for slot in self.reducer.buckets[verdict.bad[0]].slots]
-            return f"the gradient of one of {', '.join(names[:3])} is not finite on some rank"
-        return self._what_is_not_finite()
-
-    def _units(self) -> Units:
-        """What gradients are worth now."""
-        rates = {
-            id(p): float(group["lr"]) for o in self.optimizers for group in o.param_groups for p in group["params"]
-        }
-        named = parameters_of(self.model)
-        scale = self.scaler.get_scale() if self.scaler is not None else 1.0
-        return Units({name: rates[id(p)] for name, p in named if id(p) in rates}, scale)
-
-    def _what_is_not_finite(self) -> str:
-        """Which gradients are NaN or infinite; empty if none is."""
-        if self.settings.nonfinite == "ignore" or self.reducer is None:
-            return ""
-        for bucket in self.reducer.buckets:
-            if not is_finite(bucket.values):
-                bad = [slot.name for slot in bucket.slots if not is_finite(slot.view)]
-                return f"the gradient of {bad[0] if bad else 'a parameter'} is not finite"
-        for slot in self.reducer.sparse:
-            gradient = slot.parameter.grad
-            if gradient is not None and not is_finite(gradient.coalesce().values()):
-                return f"the gradient of {slot.name} is not finite"
-        return ""
-
-    def _replicated(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that must be equal on all ranks, by name."""
-        named = parameters_of(self.model)
-        names = {id(parameter): name for name, parameter in named}
-        yield from named
-        everything = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        for position, what, tensor in optimizer_tensors(self.optimizers):
-            yield f"optimizer state {what} of {names.get(id(everything[position]), f'parameter {position}')}", tensor
-
-    def _take_state_of(self, root: int) -> None:
-        """Give everyone what one rank has."""
-        assert self.fabric is not None
-        broadcast_tensors(self.fabric, model_tensors(self.model), root)
-        broadcast_optimizers(self.fabric, self.optimizers, root)
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         """Nothing but synchronized, finite gradients reach the optimizer."""
         if optimizer in self.stepped or not self.stepped:
             self.stepped.clear()
-            if self.reducer is not None:
-                self.reducer.before_step()
-            self.skips = self.skipping.judge(self.problem)
-        if self.skips:
+            problem = self.driver.before_round() if self.driver is not None else ""
+            self.skips = self.skipping.judge(problem)
+        if self.skips or (self.driver is not None and self.driver.withholds):
             self.withheld.withhold(p for group in optimizer.param_groups for p in group["params"])
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
@@ -347,8 +232,10 @@ class Sync:
         if not self.stepped:
             self.recorder.end_step(monotonic_ns(), self.skips)
         self.stepped.add(optimizer)
-        if self.reducer is not None:
-            self.reducer.after_step()
+        if self.driver is not None:
+            self.driver.after_step()
+            if len(self.stepped) == len(self.optimizers):
+                self.driver.after_round(self.skips)
 
 
 def find_fabric(fabric: Fabric | str) -> Fabric:

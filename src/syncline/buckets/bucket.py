@@ -45,32 +45,63 @@ class Slot:
             self.parameter.grad = self.view
 
 
-class Bucket:
-    """Gradients that travel together."""
+class Side:
+    """The memory of a bucket for one pass. There are two where the next pass begins before this one has arrived."""
 
-    def __init__(self, fabric: Fabric, number: int, slots: Sequence[Slot], has_verdict: bool) -> None:
-        dtype = slots[0].parameter.dtype if slots else torch.float32
+    def __init__(self, fabric: Fabric, slots: Sequence[Slot], dtype: torch.dtype, has_verdict: bool) -> None:
         numel = sum(slot.parameter.numel() for slot in slots)
-        self.number = number  # the order in which buckets leave
-        self.slots = slots
-        self.small = [slot for slot in slots if slot.is_small]
         self.flat = fabric.buffer(numel + len(slots) + 1 + (1 + fabric.world) * has_verdict, dtype)
         self.values = self.flat[:numel]
         self.tail = self.flat[numel:]
         self.flags = self.tail[: len(slots)]
         self.bad = self.tail[len(slots) : len(slots) + 1]
         self.verdict = self.tail[len(slots) + 1 :]
-        self.missing = 0  # gradients that are still to come
+        self.views: list[Tensor] = []
         start = 0
         for slot in slots:
-            slot.bucket = self
-            slot.view = view_like(self.values[start : start + slot.parameter.numel()], slot.parameter)
+            self.views.append(view_like(self.values[start : start + slot.parameter.numel()], slot.parameter))
             start += slot.parameter.numel()
+
+
+class Bucket:
+    """Gradients that travel together."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        number: int,
+        slots: Sequence[Slot],
+        has_verdict: bool,
+        sides: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.number = number  # the order in which buckets leave
+        self.slots = slots
+        self.small = [slot for slot in slots if slot.is_small]
+        self.missing = 0  # gradients that are still to come
+        dtype = dtype or (slots[0].parameter.dtype if slots else torch.float32)
+        self.sides = [Side(fabric, slots, dtype, has_verdict) for _ in range(sides)]
+        self.side = self.sides[0]
+        for slot in slots:
+            slot.bucket = self
+        self.turn_to(self.side)
+
+    def turn_to(self, side: Side) -> None:
+        """Let gradients go to, and be found on, this side from now on."""
+        self.side = side
+        for slot, view in zip(self.slots, side.views, strict=True):
+            slot.view = view
+
+    def turn_for(self, number: int) -> None:
+        """Passes use the sides in turn."""
+        side = self.sides[number % len(self.sides)]
+        if side is not self.side:
+            self.turn_to(side)
 
     @property
     def nbytes(self) -> int:
         """Of the gradients."""
-        return self.values.nbytes
+        return self.side.values.nbytes
 
     def place_small(self) -> None:
         """Place all small gradients in one call: one by one, the calls would cost more than the copies."""
@@ -93,20 +124,21 @@ class Bucket:
             present.append(slot.parameter.grad is not None)
             if not present[-1]:
                 slot.view.zero_()
-        self.flags.copy_(torch.tensor(present))
-
-    def fill_with_nothing(self) -> None:
-        """What a rank contributes that has no data."""
-        self.flat.zero_()
+        self.side.flags.copy_(torch.tensor(present))
 
     def hand_out(self) -> None:
         """Give a gradient that this rank did not have, but another one did, to its parameter."""
         absent = [position for position, slot in enumerate(self.slots) if slot.parameter.grad is None]
         if absent:
-            somewhere = self.flags.tolist()
+            somewhere = self.side.flags.tolist()
             for position in absent:
                 if somewhere[position] > 0:
                     self.slots[position].parameter.grad = self.slots[position].view
+
+    def hand_out_all(self) -> None:
+        """Give every parameter the gradient of this side, which is not the one it had; None where no rank had any."""
+        for slot, flag in zip(self.slots, self.side.flags.tolist(), strict=True):
+            slot.parameter.grad = slot.view if flag > 0 else None
 
 
 def view_like(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ In a step with a learning rate of 0 nothing that was kept is sent, because it wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,15 +27,13 @@ class Units:
 class Feedback:
     """What the parameters of one bucket have kept."""
 
-    def __init__(self, parts: Sequence[Part], units: Callable[[], Units], device: torch.device) -> None:
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
         self.parts = parts
-        self.units = units
         self.kept = torch.zeros(parts[-1].hi if parts else 0, device=device)
         self.worth: dict[str, float] = {}  # of a unit of what was kept, by parameter
 
-    def add_to(self, values: Tensor) -> None:
+    def add_to(self, values: Tensor, units: Units) -> None:
         """Add what was kept to a new gradient."""
-        units = self.units()
         factors = {part.name: self.factor(part.name, units) for part in self.parts}
         if set(factors.values()) == {1.0}:
             values.add_(self.kept)
@@ -48,9 +46,8 @@ class Feedback:
         now = worth_of(name, units)
         return self.worth.get(name, now) / now if now else 0.0
 
-    def commit(self, left: Tensor) -> None:
-        """Keep what was not sent."""
-        units = self.units()
+    def commit(self, left: Tensor, units: Units) -> None:
+        """Keep what was not sent, of gradients that were worth this much."""
         for part in self.parts:
             if now := worth_of(part.name, units):
                 self.kept[part.lo : part.hi] = left[part.lo : part.hi]

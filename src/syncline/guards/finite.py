@@ -28,6 +28,15 @@ def is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
+def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str:
+    """The name of the first tensor that has a NaN or an infinity; empty if none has."""
+    everything = [(name, t.coalesce().values() if t.is_sparse else t) for name, t in named]
+    plain = [tensor for _, tensor in everything if tensor.numel()]
+    if not plain or torch.isfinite(torch.stack([norm.float() for norm in torch._foreach_norm(plain)])).all():
+        return ""
+    return next((name for name, tensor in everything if not is_finite(tensor)), "")
+
+
 class Skipping:
     """Counts the steps that are skipped in a row."""
 

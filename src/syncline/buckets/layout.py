@@ -1,0 +1,140 @@
+"""Which parameters are watched, and the buckets that their gradients travel in.
+
+Before the first pass there are no buckets: they are made for the order in which gradients came on rank 0. Parameters
+that begin to need a gradient later get buckets of their own. The last of the first buckets carries the verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from syncline.buckets.assign import Item, assign
+from syncline.buckets.bucket import Bucket, Slot
+from syncline.buckets.parameters import Named
+from syncline.fabric.base import Fabric
+
+CameHook = Callable[[Slot], None]
+
+
+class Layout:
+    """The slots and buckets of one model."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        sparse_names: set[str],
+        first_bucket_bytes: int,
+        bucket_bytes: int,
+        sides: int,
+        came: CameHook,
+    ) -> None:
+        self.fabric = fabric
+        self.sparse_names = sparse_names
+        self.first_bucket_bytes = first_bucket_bytes
+        self.bucket_bytes = bucket_bytes
+        self.sides = sides
+        self.came = came  # told whenever a gradient has been accumulated
+        self.frozen: Named = []
+        self.slots: list[Slot] = []
+        self.sparse: list[Slot] = []
+        self.buckets: list[Bucket] = []
+        self.judged: Bucket | None = None  # the bucket that carries the verdict
+        self.hooks: list[RemovableHandle] = []
+
+    def adopt(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[Slot]:
+        """Watch parameters; those that need no gradient are looked at again later."""
+        adopted: list[Slot] = []
+        for name, parameter in named:
+            if not parameter.requires_grad:
+                self.frozen.append((name, parameter))
+                continue
+            slot = Slot(name, parameter, name in self.sparse_names)
+            (self.sparse if slot.is_sparse else adopted).append(slot)
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(self.hook_of(slot)))  # type: ignore[no-untyped-call]
+        self.slots += adopted
+        return adopted
+
+    def hook_of(self, slot: Slot) -> Callable[[nn.Parameter], None]:
+        """What autograd calls when the gradient of a parameter has been accumulated."""
+        came = self.came
+        return lambda _: came(slot)
+
+    def planned(self) -> list[list[Slot]]:
+        """The buckets as they are, or as they would be if gradients came in reverse order of registration."""
+        if self.judged:
+            return [list(bucket.slots) for bucket in self.buckets]
+        return self.grouped(self.slots[::-1])
+
+    def grouped(self, slots: Sequence[Slot]) -> list[list[Slot]]:
+        """Slots by bucket."""
+        items = [Item(slot.parameter.nbytes, (slot.parameter.dtype, slot.parameter.device)) for slot in slots]
+        return [[slots[at] for at in members] for members in assign(items, self.first_bucket_bytes, self.bucket_bytes)]
+
+    def make_buckets(self, order: Sequence[Slot]) -> None:
+        """After the first pass: in the order in which gradients came on rank 0; those that did not come are last."""
+        last = {slot: position for position, slot in enumerate(order)}
+        number = {slot: position for position, slot in enumerate(self.slots)}
+        for slot in last:
+            slot.expected = slot.fired
+        ranked = sorted(self.slots, key=lambda slot: (last.get(slot, len(order)), -number[slot]))
+        agreed = torch.tensor([number[slot] for slot in ranked], device=self.fabric.device)
+        self.fabric.broadcast(agreed)
+        self.add_buckets(self.grouped([self.slots[position] for position in agreed.tolist()]), has_verdict=True)
+
+    def add_buckets(self, groups: Sequence[Sequence[Slot]], has_verdict: bool) -> None:
+        """Make memory for gradients; the last bucket may carry the verdict."""
+        groups = groups or [[]]
+        for group in groups:
+            carries = has_verdict and group is groups[-1]
+            self.buckets.append(Bucket(self.fabric, len(self.buckets), group, carries, self.sides))
+        if has_verdict:
+            self.judged = self.buckets[-1]
+
+    def adopt_unfrozen(self) -> bool:
+        """Parameters that need a gradient by now get buckets of their own; whether there were any."""
+        if not any(parameter.requires_grad for _, parameter in self.frozen):
+            return False
+        frozen, self.frozen = self.frozen, []
+        if slots := self.adopt(frozen):
+            self.add_buckets(self.grouped(slots[::-1]), has_verdict=False)
+        return True
+
+    def turn_for(self, number: int) -> None:
+        """Let gradients go to the memory of this pass."""
+        for bucket in self.buckets:
+            bucket.turn_for(number)
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        for bucket in self.buckets:
+            bucket.side.values.mul_(factor)
+        for slot in self.sparse:
+            if slot.parameter.grad is not None:
+                slot.parameter.grad.mul_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The buckets by parameter names, and how many gradients each parameter receives in a pass."""
+        names = [[slot.name for slot in bucket.slots] for bucket in self.buckets]
+        return {"buckets": names, "expected": {slot.name: slot.expected for slot in self.slots}}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Make the buckets that there were, so that what follows has the same bits."""
+        if self.judged or not saved["buckets"]:
+            return
+        by_name = {slot.name: slot for slot in self.slots}
+        if set(by_name) != {name for names in saved["buckets"] for name in names}:
+            return  # other parameters need a gradient now: the next pass makes new buckets
+        for name, times in saved["expected"].items():
+            by_name[name].expected = times
+        self.add_buckets([[by_name[name] for name in names] for names in saved["buckets"]], has_verdict=True)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()

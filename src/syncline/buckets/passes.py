@@ -1,0 +1,85 @@
+"""One backward pass that ends with synchronized gradients, and what all ranks know at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from torch import Tensor
+
+from syncline.buckets.bucket import Bucket, Slot
+from syncline.fabric.base import Handle
+from syncline.pipeline import Flight
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks know at the end of a pass."""
+
+    failed: bool  # a rank failed in its backward pass, so the gradients mean nothing
+    bad: tuple[int, ...]  # buckets that were not finite on some rank before they were encoded
+    active: tuple[int, ...]  # ranks that took part with data
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the gradients can be used."""
+        return not self.failed and not self.bad
+
+
+@dataclass
+class Pass:
+    """One backward pass of this rank, as far as it has come."""
+
+    number: int
+    synchronizes: bool  # whether gradients are sent in it
+    has_data: bool = True  # False for a rank that only keeps the others company
+    failed: bool = False  # an exception ended it, so nobody may use it
+    autograd_pass: int = -1  # the engine's number, which changes in nested ones
+    next_bucket: int = 0
+    flights: list[Flight] = field(default_factory=list)
+    order: list[Slot] = field(default_factory=list)  # in which gradients came; only of the first pass
+    ending: Handle | None = None  # what a codec still has to do when all flights have arrived
+
+
+@dataclass(frozen=True)
+class KeptPass:
+    """A pass that was under way when a checkpoint was made: its means, by parameter."""
+
+    verdict: Verdict
+    gradients: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, verdict: Verdict, flights: Sequence[Flight]) -> Self:
+        """Flights that have arrived."""
+        gradients: dict[str, Tensor] = {}
+        for flight in flights:
+            flags = flight.side.flags.tolist()
+            for slot, view, flag in zip(flight.bucket.slots, flight.side.views, flags, strict=True):
+                if flag > 0:
+                    gradients[slot.name] = view.clone()
+        return cls(verdict, gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing but numbers and tensors."""
+        return asdict(self.verdict) | {"gradients": dict(self.gradients)}
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any]) -> Self:
+        """From what was saved."""
+        verdict = Verdict(saved["failed"], tuple(saved["bad"]), tuple(saved["active"]))
+        return cls(verdict, {name: gradient.clone() for name, gradient in saved["gradients"].items()})
+
+
+def write_verdict(bucket: Bucket, rank: int, failed: bool, has_data: bool) -> None:
+    """What this rank has to say."""
+    bucket.side.verdict.zero_()
+    bucket.side.verdict[0] = float(failed)
+    bucket.side.verdict[1 + rank] = float(has_data)
+
+
+def read_verdict(flights: Sequence[Flight]) -> Verdict:
+    """The same on every rank, when all these have arrived."""
+    (words,) = [flight.side.verdict.tolist() for flight in flights if len(flight.side.verdict)]
+    bad = tuple(flight.number for flight in flights if flight.side.bad.item() > 0)
+    return Verdict(words[0] > 0, bad, tuple(rank for rank, part in enumerate(words[1:]) if part > 0))

@@ -1,0 +1,1 @@
+"""When replicas talk."""

@@ -1,0 +1,92 @@
+"""Means of parameters, or of how far they have come, over ranks: in buckets, along the same path as gradients.
+
+A fragment is a part of the model that is exchanged as a whole. Its last bucket carries the verdict: which ranks had
+something to contribute. The others, which have no data or nothing finite, send zeros and take what comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from syncline.buckets.assign import Item, assign
+from syncline.buckets.bucket import Bucket, Slot
+from syncline.buckets.parameters import Named
+from syncline.buckets.passes import Verdict, read_verdict, write_verdict
+from syncline.codecs.feedback import Units
+from syncline.fabric.base import Handle
+from syncline.modes.replica import Replica
+from syncline.pipeline import Flight
+
+Fill = Callable[[Slot], None]  # writes what a rank contributes to `slot.view`
+
+
+@dataclass
+class Fragment:
+    """A part of the model, and its buckets."""
+
+    buckets: list[Bucket]
+    flights: list[Flight] = field(default_factory=list)
+    ending: Handle | None = None
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Its parameters."""
+        return [slot for bucket in self.buckets for slot in bucket.slots]
+
+
+class Exchange:
+    """Sends fragments off and takes them in, in an order that is the same on all ranks."""
+
+    def __init__(self, replica: Replica, groups: Sequence[Named]) -> None:
+        self.fabric = replica.fabric
+        self.pipeline = replica.pipeline(replica.fabric, Units({}))
+        self.bucket_bytes = replica.settings.bucket_bytes
+        self.rounds = 0
+        self.buckets = 0
+        self.fragments = [self.fragment_of(named) for named in groups]
+
+    def fragment_of(self, named: Named) -> Fragment:
+        """Buckets of parameters that have one dtype, which is at least of 32 bits on the way."""
+        slots = [Slot(name, parameter, is_sparse=False) for name, parameter in named]
+        dtypes = [torch.promote_types(parameter.dtype, torch.float32) for _, parameter in named]
+        items = [
+            Item(slot.parameter.numel() * dtype.itemsize, (dtype, slot.parameter.device))
+            for slot, dtype in zip(slots, dtypes, strict=True)
+        ]
+        groups = assign(items, self.bucket_bytes, self.bucket_bytes)
+        made = []
+        for group in groups:
+            members = [slots[at] for at in group]
+            is_last = group is groups[-1]
+            made.append(Bucket(self.fabric, self.buckets, members, is_last, dtype=dtypes[group[0]]))
+            self.buckets += 1
+        return Fragment(made)
+
+    def leave(self, fragment: Fragment, fill: Fill, contributes: bool) -> None:
+        """Send a fragment off."""
+        self.rounds += 1
+        fragment.flights = []
+        for bucket in fragment.buckets:
+            bucket.side.flat.zero_()
+            if contributes:
+                for slot in bucket.slots:
+                    fill(slot)
+            if bucket is fragment.buckets[-1]:
+                write_verdict(bucket, self.fabric.rank, failed=False, has_data=contributes)
+            fragment.flights.append(self.pipeline.start(self.rounds, bucket))
+        fragment.ending = self.pipeline.finish(fragment.flights, lambda: True)
+
+    def arrive(self, fragment: Fragment) -> Verdict:
+        """Wait for a fragment: views of its slots then hold the means over the ranks that contributed."""
+        for flight in fragment.flights:
+            self.pipeline.wait(flight)
+        if fragment.ending is not None:
+            fragment.ending.wait()
+        verdict = read_verdict(fragment.flights)
+        if verdict.active and len(verdict.active) < self.fabric.world:
+            for bucket in fragment.buckets:
+                bucket.side.values.mul_(self.fabric.world / len(verdict.active))
+        return verdict

@@ -1,0 +1,196 @@
+"""Modes in which gradients travel: every rank steps with the mean over ranks, of this pass or of the one before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from syncline.buckets.parameters import sparse_names
+from syncline.buckets.passes import Verdict
+from syncline.buckets.reducer import Reducer, Shape
+from syncline.errors import FabricError, PairingError
+from syncline.guards.finite import is_finite
+from syncline.modes.mode import DivideBy, Driver
+from syncline.modes.replica import Replica
+
+log = logging.getLogger(__name__)
+
+
+class GradientDriver(Driver):
+    """Averages gradients in every pass."""
+
+    reducer: Reducer
+
+    def __init__(self, replica: Replica, lags_after: int | None = None) -> None:
+        super().__init__(replica)
+        settings = replica.settings
+        self.lags = lags_after is not None
+        self.problem = ""  # with the gradients at hand, the same on every rank
+        self.divide_by: DivideBy = "world"
+        self.last_active = 0  # the lowest rank that took part with data in the last pass of any
+        self.everyone_active = True
+        self.is_draining = False
+        self.scale = 1.0  # of the loss, when what is under way left
+        sparse = sparse_names(replica.model)
+        if self.lags and sparse:
+            raise PairingError(f"{min(sparse)} has sparse gradients, which mode=delayed cannot delay; use mode=sync")
+        shape = Shape(settings.first_bucket_bytes, settings.bucket_bytes, settings.accumulate, lags_after)
+        self.reducer = Reducer(
+            replica.fabric,
+            replica.pipeline(replica.fabric),
+            replica.named(),
+            sparse,
+            shape,
+            self.arrived,
+            self.together,
+        )
+        self.hook = replica.model.register_forward_pre_hook(self.before_forward) if self.lags else None
+
+    # In the user's loop
+
+    def before_round(self) -> str:
+        if not self.is_draining:
+            self.reducer.before_step()
+        return self.problem
+
+    def after_step(self) -> None:
+        self.reducer.after_step()
+
+    def after_round(self, skipped: bool) -> None:
+        if self.lags:
+            self.problem = ""
+            self.compare(f"after step {self.reducer.passes}")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.reducer.is_paused = self.reducer.is_paused, True
+        try:
+            yield
+        finally:
+            self.reducer.is_paused = before
+
+    def wait(self) -> None:
+        self.reducer.before_step()
+
+    def before_forward(self, *_: object) -> None:
+        """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten."""
+        if self.reducer.abandoned is not None or not self.replica.model.training:
+            self.drain()
+
+    def drain(self) -> None:
+        if self.is_draining:
+            return
+        self.is_draining = True
+        try:
+            if self.reducer.abandoned is not None:
+                self.reducer.complete_abandoned()
+                self.use_means()
+            while self.reducer.under_way is not None:
+                self.reducer.arrive_late()
+                self.use_means()
+        finally:
+            self.is_draining = False
+
+    def finish(self) -> None:
+        if self.lags:
+            try:
+                self.drain()
+            except FabricError as error:
+                log.warning("the last gradients were not applied: %s", error)
+
+    def use_means(self) -> None:
+        """Step with what has just arrived, if anything has."""
+        if self.reducer.has_means:
+            self.replica.step_optimizers()
+            self.reducer.drop_gradients()
+
+    def divide(self, divide_by: DivideBy) -> None:
+        self.divide_by = divide_by
+
+    def keep_company(self, divide_by: DivideBy) -> None:
+        self.drain()
+        while self.still_active():
+            pass
+        self.divide_by = "world"
+        self.replica.take_state_of(self.last_active)
+
+    def still_active(self) -> bool:
+        """Take part in one pass without data; whether anybody had some."""
+        verdict = self.reducer.synchronize(has_data=False)
+        if verdict is None:
+            late = self.reducer.under_way
+            assert late is not None
+            self.reducer.arrive_late()
+            self.reducer.drop_gradients()
+            self.reducer.has_means = False
+        return self.any_active
+
+    # What ranks say to each other
+
+    def arrived(self, verdict: Verdict) -> None:
+        """Gradients are at hand."""
+        self.any_active = bool(verdict.active)
+        self.last_active = verdict.active[0] if verdict.active else self.last_active
+        self.everyone_active = len(verdict.active) == self.reducer.fabric.world
+        factor = 1.0
+        if self.divide_by == "active" and verdict.active:
+            factor = self.reducer.fabric.world / len(verdict.active)
+        if self.lags and self.replica.scaler is not None:
+            factor *= self.replica.scaler.get_scale() / self.scale
+        if factor != 1.0:
+            self.reducer.layout.scale(factor)
+        self.new_gradients()
+        self.problem = self.what_is_wrong(verdict)
+
+    def together(self) -> None:
+        """All that ranks say to each other besides gradients; every rank comes by here in every pass."""
+        if self.replica.scaler is not None:
+            self.scale = self.replica.scaler.get_scale()
+        self.replica.settle_buffers(self.last_active)
+        if not self.lags:
+            self.compare(f"before step {self.reducer.passes}")
+
+    def compare(self, when: str) -> None:
+        """Compare replicas, if it is time to."""
+        every = self.replica.settings.check_every
+        if self.everyone_active and every and self.reducer.passes % every == 0:
+            self.replica.compare(when)
+
+    def what_is_wrong(self, verdict: Verdict) -> str:
+        """With the gradients at hand; empty if nothing is."""
+        if verdict.failed:
+            return "a rank failed in its backward pass"
+        if verdict.bad:
+            names = [slot.name for slot in self.reducer.layout.buckets[verdict.bad[0]].slots]
+            return f"the gradient of one of {', '.join(names[:3])} is not finite on some rank"
+        return self.what_is_not_finite()
+
+    def what_is_not_finite(self) -> str:
+        """Which gradients are NaN or infinite; empty if none is."""
+        if self.replica.settings.nonfinite == "ignore":
+            return ""
+        for bucket in self.reducer.layout.buckets:
+            if not is_finite(bucket.side.values):
+                bad = [slot.name for slot in bucket.slots if not is_finite(slot.view)]
+                return f"the gradient of {bad[0] if bad else 'a parameter'} is not finite"
+        for slot in self.reducer.layout.sparse:
+            gradient = slot.parameter.grad
+            if gradient is not None and not is_finite(gradient.coalesce().values()):
+                return f"the gradient of {slot.name} is not finite"
+        return ""
+
+    # To be saved and restored
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"layout": self.reducer.state_dict(), "codec_state": self.reducer.pipeline.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.reducer.restore(saved["layout"])
+        self.reducer.pipeline.load_state_dict(saved["codec_state"])
+
+    def close(self) -> None:
+        if self.hook is not None:
+            self.hook.remove()
+        self.reducer.close()

@@ -1,0 +1,98 @@
+"""What every mode is: frozen settings, and a driver that is told what happens in the user's loop.
+
+backward          gradients come; a mode that sends them watches through a reducer
+optimizer.step    `before_round`, the optimizer's own work, `after_round`
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, Literal
+
+from syncline.buckets.reducer import Reducer
+from syncline.errors import ConfigError
+from syncline.modes.replica import Replica
+from syncline.pipeline import CodecPipeline, Pipeline
+from syncline.tracing.quality import Quality
+
+DivideBy = Literal["world", "active"]
+
+
+class Mode(ABC):
+    """When replicas talk."""
+
+    name: ClassVar[str]
+    least_world: ClassVar[int] = 1  # ranks from which on there is anything to do
+
+    @abstractmethod
+    def start(self, replica: Replica) -> Driver:
+        """Begin, on every rank."""
+
+
+class Driver:
+    """A mode at work on one rank."""
+
+    reducer: Reducer | None = None  # of modes that send gradients
+    withholds = False  # the optimizer is to change nothing: somebody else does
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+        self.new_gradients: Callable[[], None] = lambda: None  # told when gradients come that no step has used
+
+    def before_round(self) -> str:
+        """Make gradients what the optimizers should see; what is wrong with them, or nothing."""
+        raise NotImplementedError
+
+    def after_step(self) -> None:
+        """One optimizer has made its step."""
+
+    def after_round(self, skipped: bool) -> None:
+        """All optimizers have made their steps."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes that begin inside concern this rank alone."""
+        yield
+
+    def wait(self) -> None:
+        """Make gradients what the optimizers should see, now."""
+
+    def drain(self) -> None:
+        """Let what is under way arrive, and use it."""
+
+    def finish(self) -> None:
+        """Before closing: use what has been said to this rank already."""
+
+    def keep_company(self, divide_by: DivideBy) -> None:
+        """This rank has no more data: take part without any until nobody has."""
+        raise ConfigError(f"mode {self.replica.settings.mode.name} has no join(); its ranks need not have equal data")
+
+    def divide(self, divide_by: DivideBy) -> None:
+        """By how many ranks sums of gradients are divided."""
+
+    def pipelines(self) -> list[Pipeline]:
+        """The paths that buckets take."""
+        return [] if self.reducer is None else [self.reducer.pipeline]
+
+    def quality(self) -> list[Quality]:
+        """Samples of what codecs left out."""
+        return [
+            sample
+            for pipeline in self.pipelines()
+            if isinstance(pipeline, CodecPipeline)
+            for sample in pipeline.watch.samples
+        ]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on."""
+        raise NotImplementedError
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Go on from there."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the model."""
+        raise NotImplementedError

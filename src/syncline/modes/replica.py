@@ -1,0 +1,90 @@
+"""One rank's replica: the model, its optimizers, and the ways to make it equal to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.buckets.parameters import Named, parameters_of
+from syncline.codecs.feedback import Units
+from syncline.fabric.base import Fabric
+from syncline.guards.divergence import compare_replicas
+from syncline.modes.settings import Settings
+from syncline.pipeline import Pipeline, make_pipeline
+from syncline.replicas import (
+    average_buffers,
+    broadcast_optimizers,
+    broadcast_tensors,
+    model_tensors,
+    optimizer_tensors,
+)
+from syncline.tracing.spans import Recorder
+
+
+@dataclass
+class Replica:
+    """What a mode works on."""
+
+    model: nn.Module
+    optimizers: list[Optimizer]
+    scaler: torch.amp.GradScaler | None
+    settings: Settings
+    fabric: Fabric
+    collective: str
+    recorder: Recorder = field(default_factory=Recorder)
+
+    def named(self) -> Named:
+        """Its parameters."""
+        return parameters_of(self.model)
+
+    def pipeline(self, fabric: Fabric, units: Units | None = None) -> Pipeline:
+        """A path for buckets; what codecs keep follows learning rates, unless units are given."""
+        chosen = self.settings.codec
+        find_units = self.units if units is None else lambda: units
+        return make_pipeline(fabric, self.collective, self.recorder, chosen, self.settings.seed, find_units)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Of every parameter that is in an optimizer."""
+        rates = {
+            id(p): float(group["lr"]) for o in self.optimizers for group in o.param_groups for p in group["params"]
+        }
+        return {name: rates[id(p)] for name, p in self.named() if id(p) in rates}
+
+    def units(self) -> Units:
+        """What gradients are worth now."""
+        return Units(self.learning_rates(), self.scaler.get_scale() if self.scaler is not None else 1.0)
+
+    def step_optimizers(self) -> None:
+        """As the user does it."""
+        with torch.inference_mode(False):
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def settle_buffers(self, root: int) -> None:
+        """Make the buffers of modules equal, if that is wanted."""
+        buffers = [buffer for buffer in self.model.buffers() if buffer.numel()]
+        if self.settings.buffers == "broadcast":
+            broadcast_tensors(self.fabric, buffers, root)
+        elif self.settings.buffers == "average":
+            average_buffers(self.fabric, buffers, root)
+
+    def take_state_of(self, root: int) -> None:
+        """Give everyone what one rank has."""
+        broadcast_tensors(self.fabric, model_tensors(self.model), root)
+        broadcast_optimizers(self.fabric, self.optimizers, root)
+
+    def compare(self, when: str, optimizers: bool = True) -> None:
+        """Raise unless all replicas have the same bits."""
+        named: Sequence[tuple[str, Tensor]] = self.named()
+        compare_replicas(self.fabric, [*named, *(self.optimizer_state() if optimizers else ())], when)
+
+    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
+        """What optimizers keep, by name."""
+        names = {id(parameter): name for name, parameter in self.named()}
+        everything = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+        for position, what, tensor in optimizer_tensors(self.optimizers):
+            yield f"optimizer state {what} of {names.get(id(everything[position]), f'parameter {position}')}", tensor

@@ -1,0 +1,48 @@
+"""Everything that can be chosen for a `Sync`; all ranks choose the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from syncline.codecs.codec import Codec
+from syncline.errors import ConfigError, UnknownName
+from syncline.guards.finite import POLICIES, Policy
+
+if TYPE_CHECKING:
+    from syncline.modes.mode import Mode
+
+Buffers = Literal["broadcast", "average", "local"]
+BUFFERS: tuple[Buffers, ...] = ("broadcast", "average", "local")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Checked at birth."""
+
+    mode: Mode  # when replicas talk
+    codec: Codec  # how much is said
+    collective: str  # who sends what to whom
+    bucket_bytes: int  # larger has fewer messages, smaller starts earlier
+    first_bucket_bytes: int  # small, so that communication starts early
+    accumulate: int  # backward passes per optimizer step; gradients add up, as they do in torch
+    buffers: Buffers  # of modules, such as BatchNorm's statistics
+    nonfinite: Policy  # what to do about NaN and infinity: skip the step, raise, or ignore
+    most_skips: int  # in a row, before it is an error
+    check_every: int  # compare replicas bit by bit every so many steps; 0 is never
+    seed: int  # of what codecs draw at random
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("bucket_bytes", 1),
+            ("first_bucket_bytes", 1),
+            ("accumulate", 1),
+            ("check_every", 0),
+            ("most_skips", 0),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} is less than {least}")
+        if self.buffers not in BUFFERS:
+            raise UnknownName("buffers", self.buffers, BUFFERS)
+        if self.nonfinite not in POLICIES:
+            raise UnknownName("nonfinite", self.nonfinite, POLICIES)
