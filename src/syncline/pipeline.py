@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.buckets.bucket import Bucket, Side
+from syncline.buckets.bucket import Bucket, Side, Slot
 from syncline.codecs.answers import converse
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Decoder
@@ -50,6 +50,7 @@ class Flight:
     ready_ns: int
     coding: Coding | None = None
     has_arrived: bool = False
+    said: Callable[[], int] | None = None  # bytes, known when it has arrived
 
     @property
     def number(self) -> int:
@@ -59,6 +60,8 @@ class Flight:
     @property
     def sent_bytes(self) -> int:
         """What was said instead of the gradients."""
+        if self.said is not None:
+            return self.said()
         return self.coding.said if self.coding else self.bucket.nbytes
 
 
@@ -173,7 +176,7 @@ class CodecPipeline(Pipeline):
     def coded_of(self, bucket: Bucket) -> Coded:
         """Made when a bucket leaves for the first time."""
         if bucket.number not in self.coded:
-            parts = parts_of(bucket)
+            parts = parts_of(bucket.slots)
             device = bucket.side.values.device
             feedback = Feedback(parts, device) if self.codec.feedback else None
             made = Coded(parts, self.codec.start(parts, device), feedback)
@@ -250,10 +253,10 @@ def restore(coded: Coded, saved: dict[str, dict[str, Any]]) -> None:
             coded.feedback.worth[part.name] = saved["worth"][part.name]
 
 
-def parts_of(bucket: Bucket) -> tuple[Part, ...]:
+def parts_of(slots: Sequence[Slot]) -> tuple[Part, ...]:
     """The parameters of a bucket by name and place."""
     parts, start = [], 0
-    for slot in bucket.slots:
+    for slot in slots:
         numel = slot.parameter.numel()
         parts.append(Part(slot.name, start, start + numel, slot.parameter.shape))
         start += numel

@@ -31,6 +31,7 @@ from syncline.modes.mode import DivideBy, Driver, Mode
 from syncline.modes.registry import mode_of, text_of_mode
 from syncline.modes.replica import Replica
 from syncline.modes.settings import Buffers, Settings
+from syncline.modes.staleness import Staleness
 from syncline.replicas import broadcast_tensors, compare_layouts, model_tensors
 from syncline.state import STATE_VERSION, choose_state
 from syncline.tracing.quality import Quality
@@ -144,6 +145,19 @@ class Sync:
         if self.driver is not None:
             self.driver.drain()
 
+    def serve(self) -> bool:
+        """On a rank that is a server and nothing else: serve until all workers have left, and return True."""
+        return self.driver.serve() if self.driver is not None else False
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """In modes with servers: nobody waits for this worker while it is inside; then it has today's parameters."""
+        if self.driver is None:
+            yield
+            return
+        with self.driver.away():
+            yield
+
     @contextmanager
     def join(self, divide_by: DivideBy = "world") -> Iterator[None]:
         """For loops with different numbers of batches: a rank that is done keeps the others company.
@@ -167,6 +181,10 @@ class Sync:
     def quality(self) -> list[Quality]:
         """How much of each bucket its codec left out, sampled every 50 steps; empty without error feedback."""
         return self.driver.quality() if self.driver is not None else []
+
+    def staleness(self) -> Staleness:
+        """How old the parameters were that this worker's gradients were computed from; of modes with servers."""
+        return self.driver.staleness() if self.driver is not None else Staleness({})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on as if it had not been interrupted; every rank saves its own."""

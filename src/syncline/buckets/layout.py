@@ -32,12 +32,15 @@ class Layout:
         bucket_bytes: int,
         sides: int,
         came: CameHook,
+        fixed: bool = False,
     ) -> None:
+        """`fixed`: buckets are those of the order of registration, which needs no agreement."""
         self.fabric = fabric
         self.sparse_names = sparse_names
         self.first_bucket_bytes = first_bucket_bytes
         self.bucket_bytes = bucket_bytes
         self.sides = sides
+        self.fixed = fixed
         self.came = came  # told whenever a gradient has been accumulated
         self.frozen: Named = []
         self.slots: list[Slot] = []
@@ -72,8 +75,7 @@ class Layout:
 
     def grouped(self, slots: Sequence[Slot]) -> list[list[Slot]]:
         """Slots by bucket."""
-        items = [Item(slot.parameter.nbytes, (slot.parameter.dtype, slot.parameter.device)) for slot in slots]
-        return [[slots[at] for at in members] for members in assign(items, self.first_bucket_bytes, self.bucket_bytes)]
+        return group_slots(slots, self.first_bucket_bytes, self.bucket_bytes)
 
     def make_buckets(self, order: Sequence[Slot]) -> None:
         """After the first pass: in the order in which gradients came on rank 0; those that did not come are last."""
@@ -81,6 +83,9 @@ class Layout:
         number = {slot: position for position, slot in enumerate(self.slots)}
         for slot in last:
             slot.expected = slot.fired
+        if self.fixed:
+            self.add_buckets(self.planned(), has_verdict=True)
+            return
         ranked = sorted(self.slots, key=lambda slot: (last.get(slot, len(order)), -number[slot]))
         agreed = torch.tensor([number[slot] for slot in ranked], device=self.fabric.device)
         self.fabric.broadcast(agreed)
@@ -138,3 +143,9 @@ class Layout:
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
+
+
+def group_slots(slots: Sequence[Slot], first_bucket_bytes: int, bucket_bytes: int) -> list[list[Slot]]:
+    """Slots by bucket: one dtype and one device each."""
+    items = [Item(slot.parameter.nbytes, (slot.parameter.dtype, slot.parameter.device)) for slot in slots]
+    return [[slots[at] for at in members] for members in assign(items, first_bucket_bytes, bucket_bytes)]

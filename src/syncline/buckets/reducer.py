@@ -40,6 +40,7 @@ class Shape:
     bucket_bytes: int
     accumulate: int = 1
     lags_after: int | None = None  # passes from which on backward returns the gradients of the pass before
+    fixed: bool = False  # buckets follow the order of registration and not that of the first pass
 
 
 class Reducer:
@@ -62,7 +63,7 @@ class Reducer:
         self.together = together  # what else ranks say to each other in a pass
         sides = 1 if shape.lags_after is None else 2
         self.layout = Layout(
-            fabric, sparse_names, shape.first_bucket_bytes, shape.bucket_bytes, sides, self.gradient_came
+            fabric, sparse_names, shape.first_bucket_bytes, shape.bucket_bytes, sides, self.gradient_came, shape.fixed
         )
         self.layout.adopt(named)
         self.current: Pass | None = None

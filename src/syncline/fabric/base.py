@@ -74,7 +74,8 @@ class Fabric(ABC):
         self.siblings_made = 0
         self.subgroups_made: Counter[tuple[int, ...]] = Counter()
         self.is_closed = False
-        self.at_close: list[Callable[[], None]] = []  # of whoever works with this fabric
+        self.before_close: list[Callable[[bool], None]] = []  # of whoever works with this fabric, told of `drain`
+        self.at_close: list[Callable[[], None]] = []  # the same, when nothing is under way any more
 
     def sibling(self) -> Self:
         """Another fabric between the same ranks, whose calls need no common order with those of this one.
@@ -112,6 +113,8 @@ class Fabric(ABC):
 
         With `drain` it waits for what was started; otherwise what is under way fails, here and on the other ranks.
         """
+        while self.before_close:
+            self.before_close.pop()(drain)
         for sibling in [*self.siblings]:
             sibling.close(drain)
         self.is_closed = True

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from syncline.fabric.base import Fabric
 
 T = TypeVar("T")
+PRELOADED = ["torch.distributed", "torch._dynamo", "syncline.launch"]  # optimizers import the second, slowly
 GRACE_S = 5.0  # for the others to fail by themselves, with an error that says why
 ENDING_S = 2.0  # between asking a process to end and killing it
 
@@ -47,7 +48,7 @@ class Setup(Protocol):
         """What ranks need to join, and how to clean up after them."""
 
 
-def run_processes(fn: Callable[[Fabric], T], world: int, setup: Setup) -> list[T]:
+def run_processes(fn: Callable[[Fabric], T], world: int, setup: Setup, keep_going: bool = False) -> list[T]:
     """Call `fn` in one process per rank."""
     context = context_for(fn)
     join, clean_up = setup.prepare(world)
@@ -55,7 +56,7 @@ def run_processes(fn: Callable[[Fabric], T], world: int, setup: Setup) -> list[T
     try:
         for number in range(world):
             ranks.append(start(context, number, world, join, fn))
-        return collect(ranks)
+        return collect(ranks, keep_going)
     finally:
         end(ranks)
         clean_up()
@@ -66,7 +67,7 @@ def context_for(fn: Callable[..., Any]) -> BaseContext:
     if not can_be_sent(fn):
         return multiprocessing.get_context("fork")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "syncline.launch"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -105,8 +106,8 @@ def start(context: BaseContext, number: int, world: int, join: Join, fn: Callabl
     return Rank(number, process, inbox)
 
 
-def collect(ranks: list[Rank]) -> list[Any]:
-    """Wait for all ranks; once one has failed, for a little longer only."""
+def collect(ranks: list[Rank], keep_going: bool) -> list[Any]:
+    """Wait for all ranks; once one has failed, for a little longer only, unless they are to go on."""
     until: float | None = None
     while waiting := [rank for rank in ranks if not rank.heard]:
         left = None if until is None else max(until - time.monotonic(), 0.0)
@@ -115,7 +116,7 @@ def collect(ranks: list[Rank]) -> list[Any]:
             break
         for rank in (rank for rank in waiting if rank.inbox in ready):
             hear(rank, order=sum(other.heard for other in ranks))
-            if rank.failure and until is None:
+            if rank.failure and until is None and not keep_going:
                 until = time.monotonic() + GRACE_S
     failures = [rank.failure for rank in ranks if rank.failure]
     if failures:

@@ -28,13 +28,15 @@ def run(
     ranks: int = 4,
     fabric: str | Setup = "auto",
     deadlines: Deadlines | None = None,
+    keep_going: bool = False,
 ) -> list[T]:
     """Call `fn(fabric)` on every rank and return the results in order of rank.
 
     `fabric` is `"shm"` (a process each, through shared memory: the default where the native module was built),
     `"torch"` (a process each, over Gloo), `"threads"` (all ranks in this process), or such a setup with settings:
     `Threads(faults=[...])`. Inside `fn` that fabric is the current one. When a rank fails the others are stopped, and
-    `RankFailed` is raised with the traceback of the rank that failed first.
+    `RankFailed` is raised with the traceback of the rank that failed first. With `keep_going` they are not stopped,
+    which is for modes that survive the loss of a rank; the results of those that succeeded are in the error.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} is less than 1; try ranks=2")
@@ -43,7 +45,7 @@ def run(
     setup = setup_of(fabric, deadlines)
     if isinstance(setup, Threads):
         return run_threads(fn, setup.group(ranks))
-    return run_processes(fn, ranks, setup)
+    return run_processes(fn, ranks, setup, keep_going)
 
 
 def setup_of(fabric: str | Setup, deadlines: Deadlines | None) -> Setup:

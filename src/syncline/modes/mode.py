@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 from syncline.buckets.reducer import Reducer
 from syncline.errors import ConfigError
 from syncline.modes.replica import Replica
+from syncline.modes.staleness import Staleness
 from syncline.pipeline import CodecPipeline, Pipeline
 from syncline.tracing.quality import Quality
 
@@ -61,6 +62,22 @@ class Driver:
 
     def drain(self) -> None:
         """Let what is under way arrive, and use it."""
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """This worker takes no part for a while."""
+        raise ConfigError(
+            f"ranks of mode {self.replica.settings.mode.name} need each other; away() is for async and bounded"
+        )
+        yield
+
+    def serve(self) -> bool:
+        """Serve, if that is all that this rank does; whether it was."""
+        return False
+
+    def staleness(self) -> Staleness:
+        """Of the updates of this rank."""
+        return Staleness({})
 
     def finish(self) -> None:
         """Before closing: use what has been said to this rank already."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from syncline.modes.asynchronous import AsyncSGD
+from syncline.modes.bounded import BoundedStaleness
 from syncline.modes.delayed import Delayed
 from syncline.modes.diloco import DiLoCo
 from syncline.modes.local import LocalSGD
@@ -10,7 +12,9 @@ from syncline.modes.slowmo import SlowMo
 from syncline.modes.synchronous import Synchronous
 from syncline.specs import parse, text_of
 
-MODES: dict[str, type[Mode]] = {mode.name: mode for mode in (Synchronous, Delayed, LocalSGD, SlowMo, DiLoCo)}
+MODES: dict[str, type[Mode]] = {
+    mode.name: mode for mode in (Synchronous, Delayed, LocalSGD, SlowMo, DiLoCo, AsyncSGD, BoundedStaleness)
+}
 
 
 def mode_of(given: str | Mode) -> Mode:

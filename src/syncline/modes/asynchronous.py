@@ -1,0 +1,73 @@
+"""Asynchronous SGD: parameters live at servers; a worker pushes its gradients, takes parameters, and waits for nobody.
+
+    worker 0   compute ─push/pull─ compute ─push/pull─ compute ─push/pull─
+    worker 1   compute ──────── push/pull ── compute ──────── push/pull ──
+
+Nobody waits for a slow worker. The price is that gradients are stale: others have moved the parameters since they were
+read. That lowers the largest stable learning rate, more with more workers; lower momentum, or say `damping=true`, which
+divides the learning rate of a push by 1 + its staleness, or `compensation`, which corrects gradients to first order.
+
+The optimizer runs at the servers with the settings of the worker that pushes. `share=true` divides learning rates by
+the number of workers, so that a round of pushes goes as far as one synchronous step.
+
+Wire: gradients one way and parameters the other, each through the codec. On one machine parameters are read where the
+server has them. Clipping and unscaling between backward and step are respected, at the price of overlap.
+
+Paper: Dean et al., Large scale distributed deep networks (2012); Zheng et al., DC-ASGD (2017).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import ClassVar
+
+from syncline.codecs.codec import Codec
+from syncline.codecs.registry import codec_of
+from syncline.errors import ConfigError, PairingError
+from syncline.modes.mode import Mode
+from syncline.modes.replica import Replica
+from syncline.modes.serving.driver import Plan, ServedDriver
+from syncline.modes.serving.server import Rules
+from syncline.modes.serving.shards import Roles
+
+
+@dataclass(frozen=True)
+class AsyncSGD(Mode):
+    """Against parameter servers, with no bound."""
+
+    name: ClassVar[str] = "async"
+    servers: int = 1  # that share the parameters
+    apart: bool = False  # servers are the last ranks, which do not train; else threads of the first ranks
+    pull: str = "same"  # codec of parameters on their way to workers; "same" is that of gradients
+    share: bool = True  # divide learning rates by the number of workers
+    damping: bool = False  # divide learning rates by 1 + staleness
+    compensation: float = 0.0  # of delay, DC-ASGD's lambda; 0.04 is a start
+
+    def __post_init__(self) -> None:
+        if self.servers < 1:
+            raise ConfigError(f"servers={self.servers} is less than 1")
+        if self.compensation < 0:
+            raise ConfigError(f"compensation={self.compensation} is less than 0; try 0.04")
+        if self.pull != "same":
+            codec_of(self.pull)
+
+    @property
+    def bound(self) -> float:
+        """Steps that a worker may be ahead of the slowest."""
+        return inf
+
+    def start(self, replica: Replica) -> ServedDriver:
+        roles = Roles.of(replica.fabric.world, self.servers, self.apart)
+        rules = Rules(self.bound, self.share, self.damping, self.compensation)
+        return ServedDriver(replica, Plan(roles, rules, self.pull_codec(replica.settings.codec)))
+
+    def pull_codec(self, push: Codec) -> Codec:
+        """For parameters."""
+        chosen = push if self.pull == "same" else codec_of(self.pull)
+        if chosen.name == "dgc" or getattr(chosen, "vote", False):
+            raise PairingError(
+                f"{chosen.name} says nothing of sizes or adds momentum, so parameters need another codec; "
+                f"try pull=topk:0.01"
+            )
+        return chosen

@@ -1,0 +1,1 @@
+"""Parameter servers: where parameters live that workers push gradients to and pull from."""

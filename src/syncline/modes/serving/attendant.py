@@ -1,0 +1,175 @@
+"""The thread at a server that attends to one worker: it waits for messages, lets the server act, and answers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from syncline.buckets.bucket import Slot
+from syncline.codecs.codec import Codec
+from syncline.codecs.none import NoCodec
+from syncline.errors import CorruptMessage, FabricError
+from syncline.modes.serving.coders import Coder, Mirror, seed_of
+from syncline.modes.serving.link import Kind, Link, Message, read_words, words_of
+from syncline.modes.serving.server import Gradients, Server
+from syncline.pipeline import parts_of
+
+log = logging.getLogger(__name__)
+IS_GOOD, IS_MAPPED = 1, 2  # flags of a commit
+
+
+class Attendant:
+    """Serves one worker."""
+
+    def __init__(
+        self,
+        server: Server,
+        buckets: Mapping[int, Sequence[Slot]],
+        worker: int,
+        link: Link,
+        push: Codec,
+        pull: Codec,
+        seed: int,
+    ) -> None:
+        self.server = server
+        self.buckets = buckets
+        self.worker = worker
+        self.link = link
+        self.push = push
+        self.pull = pull
+        self.seed = seed
+        self.ears: dict[int, Coder] = {}
+        self.mirrors: dict[int, Mirror] = {}
+        self.told = 0  # times that parameters were sent
+        self.thread = threading.Thread(target=self.attend, name=f"rank {server.rank} serves rank {worker}", daemon=True)
+        self.thread.start()
+
+    def attend(self) -> None:
+        """Until the worker is gone."""
+        acts: dict[Kind, Callable[[Message], None]] = {
+            Kind.ENTER: self.enter,
+            Kind.PUSH: self.stage,
+            Kind.COMMIT: self.commit,
+            Kind.MEET: self.meet,
+            Kind.SAVE: self.save,
+            Kind.LOAD: self.load,
+            Kind.LEAVE: self.leave,
+        }
+        try:
+            while True:
+                message = self.link.receive()
+                acts[message.kind](message)
+        except FabricError as error:
+            log.info("rank %d serves rank %d no longer: %s", self.server.rank, self.worker, error)
+        except Exception:
+            log.exception("rank %d cannot serve rank %d", self.server.rank, self.worker)
+        finally:
+            self.server.leave(self.worker)
+            self.link.close()  # a worker that waits for an answer is told
+
+    def enter(self, message: Message) -> None:
+        """Say where parameters are, and agree on the state of codecs."""
+        states = read_words(message.body)
+        self.mirrors.clear()
+        self.ears = {number: self.coder(number, self.push, "push") for number in self.buckets}
+        for number, state in states.items():
+            if number in self.ears:
+                self.ears[number].state = state
+        clock = self.server.enter(self.worker)
+        where = {number: shelf.descriptor for number, shelf in self.server.shelves.items()}
+        self.link.send(Message(Kind.ANSWER, step=clock, body=words_of((os.getpid(), where))))
+
+    def coder(self, number: int, codec: Codec, what: str) -> Coder:
+        """Of one bucket."""
+        return Coder(codec, parts_of(self.buckets[number]), torch.device("cpu"), seed_of(self.seed, self.worker, what))
+
+    def stage(self, message: Message) -> None:
+        """Gradients of a bucket: those of all its parameters, and which of them the worker has."""
+        self.server.stage(self.worker, message.number, partial(self.decode, message))
+
+    def decode(self, message: Message) -> Gradients:
+        """By parameter."""
+        slots = self.buckets[message.number]
+        count = len(slots)
+        if len(message.payload):
+            numel = sum(slot.parameter.numel() for slot in slots)
+            values, flags = message.payload[:numel], message.payload[numel : numel + count]
+        else:
+            flags = message.body[:count]
+            values = self.ears[message.number].hear(message.body[count:], message.step, torch.device("cpu"))
+        return {
+            part.name: values[part.lo : part.hi].to(slot.parameter.dtype)
+            for part, slot, flag in zip(parts_of(slots), slots, flags.tolist(), strict=True)
+            if flag > 0
+        }
+
+    def commit(self, message: Message) -> None:
+        """Apply what was staged, let the worker wait for its turn, and give it the parameters."""
+        good, mapped = bool(message.flag & IS_GOOD), bool(message.flag & IS_MAPPED)
+        staleness = self.server.commit(self.worker, message.step, good, read_words(message.body))
+        self.server.wait_for_turn(self.worker)
+        self.give(staleness, mapped, exactly=False)
+
+    def meet(self, message: Message) -> None:
+        """Give the parameters when all workers are here, to the last bit."""
+        with self.server.changed:
+            self.server.clock.tick(self.worker, message.step)
+        self.server.meet(self.worker)
+        self.give(0, bool(message.flag & IS_MAPPED), exactly=True)
+
+    def give(self, staleness: int, mapped: bool, exactly: bool) -> None:
+        """Give the parameters, as a worker can take them."""
+        if mapped:
+            self.link.send(Message(Kind.ANSWER, flag=staleness))
+            self.expect(Kind.READ)
+            with self.server.changed:  # the worker does nothing else now, so this does not take long
+                self.link.send(Message(Kind.ANSWER, self.server.read(self.worker)))
+                self.expect(Kind.TAKEN)
+            return
+        with self.server.changed:
+            version = self.server.read(self.worker)
+            copies = {number: shelf.flat.clone() for number, shelf in self.server.shelves.items()}
+        self.told += 1
+        self.link.send(Message(Kind.ANSWER, version, flag=staleness))
+        for number, flat in copies.items():
+            self.link.send(self.told_of(number, flat, exactly))
+
+    def expect(self, kind: Kind) -> None:
+        """The worker has one thing to say here."""
+        message = self.link.receive()
+        if message.kind != kind:
+            raise CorruptMessage(f"rank {self.worker} said {message.kind.name} where {kind.name} was due")
+
+    def told_of(self, number: int, flat: Tensor, exactly: bool) -> Message:
+        """One bucket, as it is or as what has changed."""
+        if isinstance(self.pull, NoCodec):
+            return Message(Kind.PARAMETERS, number, payload=flat)
+        if exactly or number not in self.mirrors:
+            self.mirrors[number] = Mirror(self.coder(number, self.pull, "pull"), flat)
+            return Message(Kind.PARAMETERS, number, payload=flat)
+        return Message(Kind.PARAMETERS, number, self.told, body=self.mirrors[number].changes(flat, self.told))
+
+    def save(self, message: Message) -> None:
+        """What a checkpoint needs, as it was when all workers met."""
+        self.link.send(Message(Kind.ANSWER, body=words_of(self.server.snapshot)))
+
+    def load(self, message: Message) -> None:
+        """Go on from a checkpoint."""
+        self.server.load_state_dict(read_words(message.body))
+        self.link.send(Message(Kind.ANSWER))
+
+    def leave(self, message: Message) -> None:
+        """The worker is done, for now."""
+        self.link.send(Message(Kind.ANSWER))  # before a server that nobody needs any more may end
+        self.server.leave(self.worker)
+
+    def close(self) -> None:
+        """End the thread."""
+        self.link.close()
+        self.thread.join()

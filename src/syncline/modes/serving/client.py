@@ -1,0 +1,149 @@
+"""A worker's side of its servers: commits steps, takes parameters, meets the other workers, leaves and comes again.
+
+Everything here happens in the one thread that talks to servers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.buckets.bucket import Slot, view_like
+from syncline.codecs.codec import Codec, State
+from syncline.errors import PeerError
+from syncline.modes.serving.attendant import IS_GOOD, IS_MAPPED
+from syncline.modes.serving.coders import Coder, seed_of
+from syncline.modes.serving.link import Kind, Link, Message, read_words, words_of
+from syncline.modes.serving.shelf import map_of_another
+from syncline.pipeline import parts_of
+
+Buckets = Mapping[int, Sequence[Slot]]
+
+
+class Client:
+    """Talks to one server."""
+
+    def __init__(self, link: Link, buckets: Buckets, pull: Codec, seed: int, worker: int, same_machine: bool) -> None:
+        self.link = link
+        self.buckets = buckets  # that the server has
+        self.pull = pull
+        self.seed = seed_of(seed, worker, "pull")
+        self.same_machine = same_machine
+        self.maps: dict[int, Tensor] = {}
+        self.ears: dict[int, Coder] = {}
+        self.flats: dict[int, Tensor] = {}  # what this worker has, where it is told of changes only
+        self.version = 0
+        self.staleness: deque[int] = deque(maxlen=100_000)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether parameters can be read where the server has them."""
+        return len(self.maps) == len(self.buckets)
+
+    def enter(self, states: Mapping[int, State]) -> int:
+        """Come, with the states of the codecs of pushes; returns the clock to go on from."""
+        with self.naming_server():
+            mine = {number: state for number, state in states.items() if number in self.buckets}
+            self.link.send(Message(Kind.ENTER, body=words_of(mine)))
+            answer = self.link.receive()
+        process, descriptors = read_words(answer.body)
+        if self.same_machine and not self.maps:
+            self.map_all(process, descriptors)
+        return answer.step
+
+    def map_all(self, process: int, descriptors: Mapping[int, int]) -> None:
+        """Map what the server has; if that is not allowed, parameters are sent."""
+        for number, slots in self.buckets.items():
+            numel = sum(slot.parameter.numel() for slot in slots)
+            found = map_of_another(process, descriptors[number], numel, slots[0].parameter.dtype)
+            if found is not None:
+                self.maps[number] = found
+
+    def commit(self, step: int, good: bool, groups: Tensor) -> None:
+        """The gradients of a step are complete."""
+        with self.naming_server():
+            flag = IS_GOOD * good + IS_MAPPED * self.is_mapped
+            self.link.send(Message(Kind.COMMIT, step=step, flag=flag, body=groups))
+
+    def ask_to_meet(self, step: int) -> None:
+        """Wait for the other workers."""
+        with self.naming_server():
+            self.link.send(Message(Kind.MEET, step=step, flag=IS_MAPPED * self.is_mapped))
+
+    def take(self) -> None:
+        """Take the parameters that the server gives."""
+        with self.naming_server():
+            answer = self.link.receive()
+            self.staleness.append(answer.flag)
+            if self.is_mapped:
+                self.read_in_place()
+                return
+            self.version = answer.number
+            for _ in self.buckets:
+                self.take_bucket(self.link.receive())
+
+    def read_in_place(self) -> None:
+        """One copy, from the server's memory to the parameters."""
+        self.link.send(Message(Kind.READ))
+        self.version = self.link.receive().number
+        for number, flat in self.maps.items():
+            write(self.buckets[number], flat)
+        self.link.send(Message(Kind.TAKEN))
+
+    def take_bucket(self, message: Message) -> None:
+        """A bucket as it is, or what has changed in it."""
+        number, flat = message.number, message.payload
+        if not len(flat) and len(message.body):
+            changes = self.ears[number].hear(message.body, message.step, torch.device("cpu"))
+            flat = self.flats[number].add_(changes)
+        elif self.pull.name != "none":
+            parts = parts_of(self.buckets[number])
+            self.ears[number] = Coder(self.pull, parts, torch.device("cpu"), self.seed)
+            self.flats[number] = flat.float()
+        write(self.buckets[number], flat)
+
+    def save(self) -> dict[str, Any]:
+        """What a checkpoint needs of the server, as it was when all workers met last."""
+        with self.naming_server():
+            self.link.send(Message(Kind.SAVE))
+            saved: dict[str, Any] = read_words(self.link.receive().body)
+        return saved
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Let the server go on from a checkpoint."""
+        with self.naming_server():
+            self.link.send(Message(Kind.LOAD, body=words_of(saved)))
+            self.link.receive()
+
+    def leave(self) -> None:
+        """Say goodbye."""
+        with self.naming_server():
+            self.link.send(Message(Kind.LEAVE))
+            self.link.receive()
+
+    @contextmanager
+    def naming_server(self) -> Iterator[None]:
+        """Errors of a pair say who is meant in the world."""
+        try:
+            yield
+        except PeerError as error:
+            raise type(error)(
+                self.link.peer,
+                f"the server on rank {self.link.peer} does not answer: it is lost with its parameters, or has "
+                f"given up on this worker for being late; resume from the last checkpoint. [{error.message}]",
+            ) from None
+
+
+@torch.no_grad()
+def write(slots: Sequence[Slot], flat: Tensor) -> None:
+    """Give parameters the values of a bucket."""
+    start = 0
+    for slot in slots:
+        numel = slot.parameter.numel()
+        slot.parameter.copy_(view_like(flat[start : start + numel], slot.parameter))
+        start += numel

@@ -1,0 +1,66 @@
+"""How buckets get smaller on their way between a worker and a server, in both directions.
+
+Gradients go with error feedback, which the worker keeps. Parameters go as what has changed since the worker was told
+last: the server has a mirror of what the worker has, so whatever was left out is still in the difference next time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.modes.serving.speech import listen, pack, speak, unpack
+
+
+def seed_of(seed: int, worker: int, what: str) -> int:
+    """Every worker draws differently, in each direction."""
+    return int.from_bytes(hashlib.blake2b(repr((seed, worker, what)).encode(), digest_size=7).digest(), "big")
+
+
+class Coder:
+    """One direction of one bucket of one worker; both ends have one, and their states are the same."""
+
+    def __init__(self, codec: Codec, parts: tuple[Part, ...], device: torch.device, seed: int) -> None:
+        self.codec = codec
+        self.parts = parts
+        self.seed = seed
+        self.state: State = codec.start(parts, device)
+
+    def say(self, values: Tensor, step: int) -> tuple[Tensor, Tensor, State]:
+        """Words for the other end, what they mean, and the state after that; `values` hold what was left out."""
+        state = dict(self.state)
+        said, decoder = speak(self.codec.reduce(values, state, self.place(step)))
+        meant = torch.empty_like(values)
+        decoder(meant)
+        return pack(said), meant, state
+
+    def hear(self, words: Tensor, step: int, device: torch.device) -> Tensor:
+        """What was meant; the state goes on."""
+        state = dict(self.state)
+        zeros = torch.zeros(self.parts[-1].hi if self.parts else 0, device=device)
+        decoder = listen(self.codec.reduce(zeros, state, self.place(step)), unpack(words))
+        meant = torch.empty_like(zeros)
+        decoder(meant)
+        self.state = state
+        return meant
+
+    def place(self, step: int) -> Place:
+        """A world of one."""
+        return Place(0, 1, step, self.seed, self.parts)
+
+
+class Mirror:
+    """What a worker has of a bucket, as its server knows."""
+
+    def __init__(self, coder: Coder, flat: Tensor) -> None:
+        self.coder = coder
+        self.flat = flat.detach().float()
+
+    def changes(self, flat: Tensor, step: int) -> Tensor:
+        """Words that tell the worker what has changed, as far as the codec says."""
+        words, meant, self.coder.state = self.coder.say(flat.detach().float() - self.flat, step)
+        self.flat += meant
+        return words

@@ -1,0 +1,350 @@
+"""A rank of a job with parameter servers: a worker, a server, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import Any
+
+from syncline.buckets.bucket import Slot
+from syncline.buckets.layout import group_slots
+from syncline.buckets.parameters import sparse_names
+from syncline.buckets.passes import Verdict
+from syncline.buckets.reducer import Reducer, Shape
+from syncline.codecs.codec import Codec
+from syncline.errors import ConfigError, PairingError, SynclineError
+from syncline.modes.mode import Driver
+from syncline.modes.replica import Replica
+from syncline.modes.serving.attendant import Attendant
+from syncline.modes.serving.client import Client
+from syncline.modes.serving.link import FabricLink, Link, LocalLink, words_of
+from syncline.modes.serving.optimizers import groups_of
+from syncline.modes.serving.push import PushPipeline
+from syncline.modes.serving.server import Rules, Server
+from syncline.modes.serving.shards import Roles, deal
+from syncline.modes.staleness import Staleness
+from syncline.pipeline import Pipeline
+
+LOOK_S = 0.5  # a server that has nothing else to do looks for Ctrl-C so often
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a job is served."""
+
+    roles: Roles
+    rules: Rules
+    pull: Codec  # for parameters on their way to workers
+
+
+class ServedDriver(Driver):
+    """One rank of it."""
+
+    withholds = True
+
+    def __init__(self, replica: Replica, plan: Plan) -> None:
+        super().__init__(replica)
+        self.plan = plan
+        self.rank = replica.fabric.rank
+        self.steps = 0
+        self.problem = ""
+        self.versions: dict[int, int] = {}  # of the memory of buckets, when backward had ended
+        sparse = sparse_names(replica.model)
+        if sparse:
+            raise PairingError(f"{min(sparse)} has sparse gradients, which servers do not take; use mode=sync")
+        self.buckets = self.make_buckets()
+        sizes = [sum(slot.parameter.nbytes for slot in slots) for slots in self.buckets.values()]
+        self.server_of = deal(sizes, plan.roles.servers)
+        shared = replica.fabric.name != "torch" and replica.fabric.device.type == "cpu"
+        self.server = self.start_server(shared) if self.rank in plan.roles.servers else None
+        self.links: dict[int, Link] = {}  # to servers
+        self.attendants: list[Attendant] = []
+        self.connect()
+        self.clients = {server: self.client_of(server, link, shared) for server, link in self.links.items()}
+        self.has_left = False
+        if self.is_worker:
+            self.push = self.start_pushing()
+            self.talk(self.enter, "entering")
+        replica.fabric.before_close.append(self.before_fabric_closes)
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether this rank trains."""
+        return self.rank in self.plan.roles.workers
+
+    # Setting up
+
+    def bucket_bytes(self) -> int:
+        """Small enough that every server has something to do."""
+        total = sum(p.nbytes for _, p in self.replica.named() if p.requires_grad)
+        return min(self.replica.settings.bucket_bytes, max(1, -(-total // len(self.plan.roles.servers))))
+
+    def make_buckets(self) -> dict[int, list[Slot]]:
+        """The same on all ranks, workers or not."""
+        slots = [Slot(name, p, is_sparse=False) for name, p in self.replica.named() if p.requires_grad]
+        most = self.bucket_bytes()
+        first = min(self.replica.settings.first_bucket_bytes, most)
+        return dict(enumerate(group_slots(slots[::-1], first, most)))
+
+    def start_server(self, shared: bool) -> Server:
+        """The parameters that this rank serves."""
+        mine = {number: slots for number, slots in self.buckets.items() if self.server_of[number] == self.rank}
+        replica, roles = self.replica, self.plan.roles
+        deadline_s = replica.fabric.deadlines.operation
+        return Server(self.rank, mine, replica.optimizers, roles.workers, self.plan.rules, shared, deadline_s)
+
+    def connect(self) -> None:
+        """A link between every server and every worker."""
+        for server, worker in self.plan.roles.pairs(self.rank):
+            if server == worker:
+                here, there = LocalLink.pair(self.rank, self.replica.fabric.deadlines.operation)
+                self.links[server] = here
+                self.attend(worker, there)
+                continue
+            pair = self.replica.fabric.subgroup([server, worker])
+            if self.rank == worker:
+                self.links[server] = FabricLink(pair, server)
+            else:
+                self.attend(worker, FabricLink(pair, worker))
+
+    def attend(self, worker: int, link: Link) -> None:
+        """A thread for one worker."""
+        assert self.server is not None
+        settings = self.replica.settings
+        mine = {number: slots for number, slots in self.buckets.items() if number in self.server.shelves}
+        self.attendants.append(
+            Attendant(self.server, mine, worker, link, settings.codec, self.plan.pull, settings.seed)
+        )
+
+    def client_of(self, server: int, link: Link, shared: bool) -> Client:
+        """This worker's side of a server."""
+        theirs = {number: slots for number, slots in self.buckets.items() if self.server_of[number] == server}
+        return Client(link, theirs, self.plan.pull, self.replica.settings.seed, self.rank, shared)
+
+    def start_pushing(self) -> PushPipeline:
+        """Watch gradients, and push buckets as they become full."""
+        replica, settings = self.replica, self.replica.settings
+        push = PushPipeline(
+            replica.fabric, replica.recorder, self.links, self.server_of, settings.codec, settings.seed, replica.units
+        )
+        most = self.bucket_bytes()
+        shape = Shape(min(settings.first_bucket_bytes, most), most, settings.accumulate, fixed=True)
+        self.reducer = Reducer(replica.fabric, push, replica.named(), set(), shape, self.arrived, together=lambda: None)
+        return push
+
+    # In the user's loop
+
+    def before_round(self) -> str:
+        if self.reducer is None:
+            raise ConfigError(
+                f"rank {self.rank} is a server and does not train; write `if not sync.serve():` before the loop"
+            )
+        self.reducer.before_step()
+        if self.has_left:
+            self.talk(self.enter, "entering again")
+        self.push_what_changed(self.reducer)
+        return self.problem
+
+    def arrived(self, verdict: Verdict) -> None:
+        """A backward pass has ended, and its gradients are at the servers, staged."""
+        assert self.reducer is not None
+        self.new_gradients()
+        self.versions = {bucket.number: bucket.side.flat._version for bucket in self.reducer.layout.buckets}
+        self.problem = self.what_is_wrong(verdict.failed, verdict.bad)
+
+    def what_is_wrong(self, failed: bool, bad: tuple[int, ...]) -> str:
+        """With this worker's gradients."""
+        if failed:
+            return "the backward pass failed"
+        if bad and self.replica.settings.nonfinite != "ignore":
+            names = ", ".join(slot.name for slot in self.buckets[bad[0]][:3])
+            return f"the gradient of one of {names} is not finite on rank {self.rank}"
+        return ""
+
+    def push_what_changed(self, reducer: Reducer) -> None:
+        """Clipping and unscaling come after backward: then what was staged is staged again, from now on only once."""
+        changed = self.push.holds
+        for bucket in reducer.layout.buckets:
+            moved = any(
+                slot.parameter.grad is not slot.view for slot in bucket.slots if slot.parameter.grad is not None
+            )
+            changed |= moved or bucket.side.flat._version != self.versions.get(bucket.number)
+        if not changed:
+            return
+        self.push.holds = False
+        flights = []
+        for bucket in reducer.layout.buckets:
+            bucket.fill()
+            bucket.side.bad.zero_()
+            flights.append(self.push.start(reducer.passes, bucket))
+        for flight in flights:
+            self.push.wait(flight)
+        self.push.holds = True
+        bad = tuple(flight.number for flight in flights if flight.side.bad.item() > 0)
+        self.problem = self.problem or self.what_is_wrong(False, bad)
+
+    def after_step(self) -> None:
+        if self.reducer is not None:
+            self.reducer.after_step()
+
+    def after_round(self, skipped: bool) -> None:
+        self.steps += 1
+        self.talk(lambda: self.commit(good=not skipped), f"step {self.steps}")
+        self.push.settle(good=not skipped)
+
+    def talk(self, work: Callable[[], None], what: str) -> None:
+        """Let the thread that talks to servers do something, and wait for it."""
+        waited_from_ns = monotonic_ns()
+        self.push.submit(work, what).wait()
+        self.replica.recorder.waited(waited_from_ns, monotonic_ns())
+
+    def commit(self, good: bool) -> None:
+        """Tell all servers that the step is complete, and take their parameters."""
+        groups = words_of(groups_of(self.replica.optimizers))
+        for client in self.clients.values():
+            client.commit(self.steps, good, groups)
+        for client in self.clients.values():
+            client.take()
+
+    def meet(self) -> None:
+        """Wait until all workers are here, and take the parameters: all are equal then."""
+        for client in self.clients.values():
+            client.ask_to_meet(self.steps)
+        for client in self.clients.values():
+            client.take()
+
+    def enter(self) -> None:
+        """Come, or come again; the clock is that of the slowest."""
+        states = self.push.make_all_of(self.buckets)
+        for client in self.clients.values():
+            self.steps = max(client.enter(states), 0 if self.has_left else self.steps)
+        self.has_left = False
+
+    def leave(self) -> None:
+        """Nobody waits for this worker any more."""
+        if not self.has_left:
+            self.has_left = True
+            for client in self.clients.values():
+                client.leave()
+
+    # What the user calls
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        assert self.reducer is not None
+        before, self.reducer.is_paused = self.reducer.is_paused, True
+        try:
+            yield
+        finally:
+            self.reducer.is_paused = before
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        self.talk(self.leave, "leaving")
+        try:
+            yield
+        finally:
+            self.talk(self.enter, "entering again")
+            self.talk(self.pull, "taking parameters")
+
+    def pull(self) -> None:
+        """Take the parameters as they are, without a gradient."""
+        groups = words_of(groups_of(self.replica.optimizers))
+        for client in self.clients.values():
+            client.commit(self.steps, False, groups)
+            client.take()
+
+    def drain(self) -> None:
+        if self.is_worker and not self.has_left:
+            self.talk(self.meet, "meeting the other workers")
+
+    def serve(self) -> bool:
+        if self.is_worker:
+            return False
+        assert self.server is not None
+        while not self.server.wait_until_left(LOOK_S):
+            pass
+        return True
+
+    def staleness(self) -> Staleness:
+        return Staleness.of([tau for client in self.clients.values() for tau in client.staleness])
+
+    def pipelines(self) -> list[Pipeline]:
+        return [self.push] if self.is_worker else []
+
+    # To be saved and restored
+
+    def state_dict(self) -> dict[str, Any]:
+        """Workers meet; the first of them saves what the servers have."""
+        saved: dict[str, Any] = {"steps": self.steps, "codec_state": {}, "shards": {}}
+        if not self.is_worker:
+            return saved
+        self.drain()
+        if self.rank == self.plan.roles.workers[0]:
+            self.talk(lambda: saved["shards"].update(self.fetch()), "saving")
+        saved["codec_state"] = self.push.state_dict()
+        return saved
+
+    def fetch(self) -> dict[str, Any]:
+        """What all servers have, as one."""
+        shards = [client.save() for client in self.clients.values()]
+        optimizers: list[dict[str, Any]] = [{} for _ in self.replica.optimizers]
+        for shard in shards:
+            for one, other in zip(optimizers, shard["optimizers"], strict=True):
+                one |= other
+        parameters = {name: value for shard in shards for name, value in shard["parameters"].items()}
+        return {
+            "version": max(shard["version"] for shard in shards),
+            "parameters": parameters,
+            "optimizers": optimizers,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """The worker that has the state of the servers gives it to them; all take the parameters."""
+        if not self.is_worker:
+            return
+        self.steps = saved["steps"]
+        self.push.load_state_dict(saved["codec_state"])
+        self.talk(lambda: self.restore(saved["shards"]), "loading")
+
+    def restore(self, shards: dict[str, Any]) -> None:
+        """In the thread that talks to servers."""
+        if shards:
+            for client in self.clients.values():
+                client.load(shards)
+        steps = self.steps
+        self.enter()
+        self.steps = steps
+        self.meet()
+
+    # At the end
+
+    def finish(self) -> None:
+        """Let the others go on without this worker, and serve them to the end."""
+        if self.is_worker and not self.has_left:
+            try:
+                self.talk(self.leave, "leaving")
+            except SynclineError:
+                self.has_left = True
+        if self.server is not None:
+            while not self.server.wait_until_left(LOOK_S):
+                pass
+
+    def before_fabric_closes(self, drain: bool) -> None:
+        """A rank that has come to its end does what `close` does; one that has failed breaks its links."""
+        if drain:
+            self.finish()
+        self.close()
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+        for attendant in self.attendants:
+            attendant.close()
+        self.attendants.clear()
+        if self.reducer is not None:
+            self.reducer.close()
+        if self.server is not None:
+            self.server.close()

@@ -1,0 +1,179 @@
+"""The path of a bucket to its server: it is staged there while backward goes on, and counts when it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic_ns
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.buckets.bucket import Bucket, Side, Slot
+from syncline.codecs.codec import Codec, State
+from syncline.codecs.feedback import Feedback, Units
+from syncline.codecs.none import NoCodec
+from syncline.errors import ConfigError
+from syncline.fabric.base import Fabric, Handle, Times
+from syncline.fabric.worker import Worker
+from syncline.guards.finite import is_finite
+from syncline.modes.serving.coders import Coder, seed_of
+from syncline.modes.serving.link import Kind, Link, Message
+from syncline.pipeline import Flight, Pipeline, parts_of
+from syncline.tracing.spans import Recorder
+
+
+@dataclass
+class Pushed:
+    """What was made of a bucket, until it is committed."""
+
+    left: Tensor  # what was not sent
+    state: State
+    units: Units
+
+
+class NotYet:
+    """A push that will be made later."""
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Nothing is under way."""
+
+    def done(self) -> bool:
+        """Nothing is."""
+        return True
+
+    def times(self) -> Times:
+        """No time at all."""
+        now = monotonic_ns()
+        return Times(now, now, now)
+
+
+class PushPipeline(Pipeline):
+    """Sends buckets to their servers, one after the other, in a thread that is the only one to use the links."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        recorder: Recorder,
+        links: dict[int, Link],
+        server_of: dict[int, int],
+        codec: Codec,
+        seed: int,
+        units: Callable[[], Units],
+    ) -> None:
+        super().__init__(fabric, "auto", recorder)
+        self.links = links
+        self.server_of = server_of  # by bucket
+        self.codec = codec
+        self.seed = seed
+        self.units = units
+        self.worker = Worker(f"rank {fabric.rank} talks to servers")
+        self.coders: dict[int, Coder] = {}
+        self.feedback: dict[int, Feedback] = {}
+        self.pushed: dict[int, Pushed] = {}
+        self.said: dict[int, int] = {}
+        self.saved: dict[str, dict[str, Any]] = {}
+        self.holds = False  # nothing is pushed before the step, because gradients change after backward
+
+    def submit(self, work: Callable[[], None], what: str) -> Handle:
+        """Do something in turn, in the thread that talks to servers."""
+
+        def timed() -> Times:
+            began_ns = monotonic_ns()
+            work()
+            return Times(began_ns, began_ns, monotonic_ns())
+
+        return self.worker.submit(timed, what, self.fabric.deadlines.operation)
+
+    def start(self, step: int, bucket: Bucket) -> Flight:
+        if bucket.number not in self.server_of:
+            names = ", ".join(slot.name for slot in bucket.slots[:3])
+            raise ConfigError(f"{names} began to need gradients after servers were set up; unfreeze it before Sync")
+        side, ready_ns, units = bucket.side, monotonic_ns(), self.units()
+        self.said[bucket.number] = 0
+        if self.holds:
+            return Flight(bucket, side, NotYet(), ready_ns, said=lambda: 0)
+        handle = self.submit(lambda: self.push(step, bucket, side, units), f"bucket {bucket.number}")
+        return Flight(bucket, side, handle, ready_ns, said=lambda: self.said[bucket.number])
+
+    def push(self, step: int, bucket: Bucket, side: Side, units: Units) -> None:
+        """Stage a bucket at its server; one that is not finite is only marked."""
+        if not is_finite(side.values):
+            side.bad.fill_(1)
+            self.said[bucket.number] = 0
+            return
+        message = Message(Kind.PUSH, bucket.number, step, payload=side.flat)
+        if not isinstance(self.codec, NoCodec):
+            words = torch.cat([side.flags.cpu().to(torch.int64), self.encode(step, bucket, side, units)])
+            message = Message(Kind.PUSH, bucket.number, step, body=words)
+        self.said[bucket.number] = message.body.nbytes + message.payload.nbytes
+        self.links[self.server_of[bucket.number]].send(message)
+
+    def encode(self, step: int, bucket: Bucket, side: Side, units: Units) -> Tensor:
+        """What a codec makes of a copy of the gradients."""
+        number = bucket.number
+        work = side.values.to("cpu", torch.float32, copy=True)
+        coder = self.coder_of(number, bucket.slots)
+        if number in self.feedback:
+            self.feedback[number].add_to(work, units)
+        words, _, state = coder.say(work, step)
+        self.pushed[number] = Pushed(work, state, units)
+        return words
+
+    def coder_of(self, number: int, slots: Sequence[Slot]) -> Coder:
+        """Made when it is needed."""
+        if number not in self.coders:
+            parts = parts_of(slots)
+            device = torch.device("cpu")
+            self.coders[number] = Coder(self.codec, parts, device, seed_of(self.seed, self.fabric.rank, "push"))
+            if self.codec.feedback:
+                self.feedback[number] = Feedback(parts, device)
+            self.restore(number)
+        return self.coders[number]
+
+    def settle(self, good: bool) -> None:
+        """The step was committed, or is to be forgotten."""
+        pushed, self.pushed = self.pushed, {}
+        for number, one in pushed.items():
+            if good:
+                self.coders[number].state = one.state
+                if number in self.feedback:
+                    self.feedback[number].commit(one.left, one.units)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        kept: dict[str, Any] = {}
+        worth: dict[str, Any] = {}
+        state: dict[str, Any] = {}
+        for number, coder in self.coders.items():
+            state |= {key: value.clone() for key, value in coder.state.items()}
+            if number in self.feedback:
+                feedback = self.feedback[number]
+                worth |= feedback.worth
+                kept |= {part.name: feedback.kept[part.lo : part.hi].clone() for part in coder.parts}
+        return {"kept": kept, "worth": worth, "state": state}
+
+    def load_state_dict(self, saved: dict[str, dict[str, Any]]) -> None:
+        self.saved = saved
+        for number in self.coders:
+            self.restore(number)
+
+    def restore(self, number: int) -> None:
+        """Put back what was saved of the parameters of a bucket."""
+        coder = self.coders[number]
+        for key in coder.state:
+            if key in self.saved.get("state", {}):
+                coder.state[key] = self.saved["state"][key].clone()
+        for part in coder.parts if number in self.feedback else ():
+            if part.name in self.saved.get("kept", {}):
+                self.feedback[number].kept[part.lo : part.hi] = self.saved["kept"][part.name].flatten()
+                self.feedback[number].worth[part.name] = self.saved["worth"][part.name]
+
+    def make_all_of(self, buckets: Mapping[int, Sequence[Slot]]) -> dict[int, State]:
+        """Coders of all buckets, so that servers can be told their states."""
+        if isinstance(self.codec, NoCodec):
+            return {}
+        return {number: self.coder_of(number, slots).state for number, slots in buckets.items()}
+
+    def close(self) -> None:
+        self.worker.close(drain=False)
