@@ -20,16 +20,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, PairingError
 from syncline.modes.mode import Mode
 from syncline.modes.replica import Replica
-from syncline.modes.serving.driver import Plan, ServedDriver
-from syncline.modes.serving.server import Rules
-from syncline.modes.serving.shards import Roles
+
+if TYPE_CHECKING:
+    from syncline.modes.serving.driver import ServedDriver
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,10 @@ class AsyncSGD(Mode):
         return inf
 
     def start(self, replica: Replica) -> ServedDriver:
+        from syncline.modes.serving.driver import Plan, ServedDriver
+        from syncline.modes.serving.server import Rules
+        from syncline.modes.serving.shards import Roles
+
         roles = Roles.of(replica.fabric.world, self.servers, self.apart)
         rules = Rules(self.bound, self.share, self.damping, self.compensation)
         return ServedDriver(replica, Plan(roles, rules, self.pull_codec(replica.settings.codec)))

@@ -19,13 +19,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from syncline.errors import ConfigError
 from syncline.modes.mode import Mode
 from syncline.modes.outer import Nesterov
-from syncline.modes.periodic import Period, PeriodicDriver, check_period
+from syncline.modes.period import Period, check_period
 from syncline.modes.replica import Replica
+
+if TYPE_CHECKING:
+    from syncline.modes.periodic import PeriodicDriver
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class DiLoCo(Mode):
     merge: float = 0.0  # how much of what was learned during the delay is kept, of 1
 
     def __post_init__(self) -> None:
-        check_period(self, self.every, self.warmup)
+        check_period(self.name, self.every, self.warmup)
         if self.fragments < 1:
             raise ConfigError(f"fragments={self.fragments} is less than 1")
         if self.every % self.fragments:
@@ -59,5 +62,7 @@ class DiLoCo(Mode):
             raise ConfigError(f"lr={self.lr}, momentum={self.momentum}: lr is positive, momentum from 0 to below 1")
 
     def start(self, replica: Replica) -> PeriodicDriver:
+        from syncline.modes.periodic import PeriodicDriver
+
         period = Period(every=self.every, fragments=self.fragments, delay=self.delay, merge=self.merge)
         return PeriodicDriver(replica, period, Nesterov(self.lr, self.momentum), self.warmup)

@@ -17,14 +17,17 @@ local SGD (2020).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
 from syncline.modes.mode import Mode
 from syncline.modes.outer import Follow
-from syncline.modes.periodic import OptimizerPolicy, Period, PeriodicDriver, check_period, check_policy
+from syncline.modes.period import OptimizerPolicy, Period, check_period, check_policy
 from syncline.modes.replica import Replica
+
+if TYPE_CHECKING:
+    from syncline.modes.periodic import PeriodicDriver
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class LocalSGD(Mode):
     optimizer: OptimizerPolicy = "keep"  # what becomes of its state when ranks meet: or "average", "reset"
 
     def __post_init__(self) -> None:
-        check_period(self, self.every, self.warmup)
+        check_period(self.name, self.every, self.warmup)
         check_policy(self.optimizer)
         if self.growth < 1:
             raise ConfigError(f"growth={self.growth} is less than 1, but periods only grow; try local:growth=1.5")
@@ -49,6 +52,8 @@ class LocalSGD(Mode):
             raise ConfigError(f"longest={self.longest} is less than every={self.every}")
 
     def start(self, replica: Replica) -> PeriodicDriver:
+        from syncline.modes.periodic import PeriodicDriver
+
         period = Period(every=self.every, growth=self.growth, longest=self.longest)
         outer = None if isinstance(replica.settings.codec, NoCodec) else Follow()
         return PeriodicDriver(replica, period, outer, self.warmup, self.within_hosts, self.optimizer)

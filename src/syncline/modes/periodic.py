@@ -9,45 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncline.buckets.bucket import Slot
 from syncline.codecs.none import NoCodec
-from syncline.errors import ConfigError, UnknownName
+from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
 from syncline.guards.finite import first_not_finite, is_finite
 from syncline.modes.exchange import Exchange, Fragment
 from syncline.modes.fragments import split
 from syncline.modes.gradients import GradientDriver
-from syncline.modes.mode import DivideBy, Driver, Mode
+from syncline.modes.mode import DivideBy, Driver
 from syncline.modes.outer import Outer
+from syncline.modes.period import OptimizerPolicy, Period
 from syncline.modes.replica import Replica
 from syncline.pipeline import Pipeline
 from syncline.replicas import average_optimizers, broadcast_optimizers
-
-OptimizerPolicy = Literal["keep", "average", "reset"]
-POLICIES: tuple[OptimizerPolicy, ...] = ("keep", "average", "reset")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Period:
-    """When ranks meet, and how the model travels."""
-
-    every: int
-    growth: float = 1.0
-    longest: int = 0
-    fragments: int = 1
-    delay: int = 0
-    merge: float = 0.0
-
-    def next(self, length: int) -> int:
-        """The length of the period after one of this length."""
-        grown = max(length, int(length * self.growth))
-        return min(grown, self.longest) if self.longest else grown
 
 
 class PeriodicDriver(Driver):
@@ -356,17 +337,3 @@ class PeriodicDriver(Driver):
         if self.gradients is not None:
             self.gradients.close()
         self.exchange.pipeline.close()
-
-
-def check_policy(policy: str) -> None:
-    """Refuse what is not one."""
-    if policy not in POLICIES:
-        raise UnknownName("optimizer", policy, POLICIES)
-
-
-def check_period(mode: Mode, every: int, warmup: int) -> None:
-    """Refuse what cannot be counted."""
-    if every < 1:
-        raise ConfigError(f"every={every} is less than 1 step; try {mode.name}:every=8")
-    if warmup < 0:
-        raise ConfigError(f"warmup={warmup} is less than 0 steps; try {mode.name}:warmup=100")

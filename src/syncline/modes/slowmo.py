@@ -11,13 +11,16 @@ Paper: Wang et al., SlowMo: improving communication-efficient distributed SGD wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from syncline.errors import ConfigError
 from syncline.modes.mode import Mode
 from syncline.modes.outer import SlowMomentum
-from syncline.modes.periodic import OptimizerPolicy, Period, PeriodicDriver, check_period, check_policy
+from syncline.modes.period import OptimizerPolicy, Period, check_period, check_policy
 from syncline.modes.replica import Replica
+
+if TYPE_CHECKING:
+    from syncline.modes.periodic import PeriodicDriver
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class SlowMo(Mode):
     optimizer: OptimizerPolicy = "keep"  # what becomes of its state when ranks meet: or "average", "reset"
 
     def __post_init__(self) -> None:
-        check_period(self, self.every, self.warmup)
+        check_period(self.name, self.every, self.warmup)
         check_policy(self.optimizer)
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum} is not from 0 to below 1; try slowmo:momentum=0.5")
@@ -40,5 +43,7 @@ class SlowMo(Mode):
             raise ConfigError(f"lr={self.lr} is not positive; 1.0 goes as far as local SGD does")
 
     def start(self, replica: Replica) -> PeriodicDriver:
+        from syncline.modes.periodic import PeriodicDriver
+
         outer = SlowMomentum(self.lr, self.momentum)
         return PeriodicDriver(replica, Period(every=self.every), outer, self.warmup, optimizer=self.optimizer)
