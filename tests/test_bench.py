@@ -114,7 +114,7 @@ def test_codecs_are_compared_by_what_is_learned():
 
 def test_a_training_that_diverges_is_a_row_without_a_loss(monkeypatch, tmp_path):
     monkeypatch.setattr(DigitClassifier, "learning_rate", 1e20)
-    rows = compare_codecs(["digits"], [], 1, 40, 2, lambda _: None)
+    rows = compare_codecs(["digits"], [], 1, 40, 2, lambda _: None, fabric="threads")
     assert rows[0].has_diverged
     assert rows[0].as_data()["loss"] is None
     assert len(rows[0].curve) == 40

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from statistics import mean
+from tempfile import TemporaryDirectory
+from threading import Event, Thread
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -42,11 +45,13 @@ CODECS: tuple[str, ...] = (
     "int8",
     "int4",
     "onebit",
+    "warmup:steps=50,codec=(onebit)",
     "topk:0.01",
-    "warmup:steps=100,codec=(topk:0.01)",
+    "warmup:steps=50,codec=(topk:0.01)",
     "randomk:0.01",
     "powersgd:4",
     "dgc:0.001",
+    "dgc:0.01",
 )
 MOMENTUM = 0.9
 SMALLEST_RATE = 0.1  # at the end, of the learning rate
@@ -77,12 +82,12 @@ class Workload(Protocol):
 
 
 class SmallGpt:
-    """A GPT of 0.1 million parameters; that of `syncline demo` has 10 million, too many for all codecs and seeds."""
+    """A GPT of 69 thousand parameters; that of `syncline demo` has 10 million, too many for all codecs and seeds."""
 
     shape: ClassVar[Shape] = Shape(width=64, layers=1, heads=4, context=32)
-    title = "GPT of 0.1 M parameters, text of the standard library"
+    title = "GPT of 69 k parameters, text of the standard library"
     steps = 250
-    learning_rate = float(__import__("os").environ.get("LR", "0.2"))
+    learning_rate = 0.05
     batch = 8
     held_back = 200_000  # bytes at the end of the text
 
@@ -115,7 +120,7 @@ class DigitClassifier:
 
     title = "classifier of 26 k parameters, handwritten digits"
     steps = 300
-    learning_rate = float(__import__("os").environ.get("LR", "0.05"))
+    learning_rate = 0.05
     batch = 16
 
     def __init__(self) -> None:
@@ -304,30 +309,66 @@ def compare_codecs(
     steps: int | None,
     ranks: int,
     tell: Callable[[str], None],
+    fabric: str = "auto",
 ) -> list[ConvergenceRow]:
     """Every codec on every workload. Dense is trained first, whether it was asked for or not."""
     rows = []
     for workload in workloads:
-        length = steps or workload_of(workload).steps
-        dense = None
-        for codec in dict.fromkeys([DENSE, *codecs]):
-            trained = []
-            for seed in range(seeds):
-                tell(f"{workload}, {codec}, seed {seed}")
-                trained.append(train_ranks(workload, codec, seed, length, ranks))
-            dense = dense or trained
-            rows.append(row_of(workload, codec, ranks, length, trained, dense))
+        task = workload_of(workload)
+        length = steps or task.steps
+        starts = [task.model(seed) for seed in range(seeds)]  # not on the ranks: threads share torch's random numbers
+        with told_by_others(tell) as notes:
+            work = partial(train_all, starts=starts, workload=workload, codecs=codecs, steps=length, notes=notes)
+            by_rank = run(work, ranks=ranks, fabric=fabric)
+        check_digests(workload, by_rank)
+        dense = by_rank[0][DENSE]
+        rows += [row_of(workload, codec, ranks, length, found, dense) for codec, found in by_rank[0].items()]
     return rows
 
 
-def train_ranks(workload: str, codec: str, seed: int, steps: int, ranks: int) -> Trained:
-    """On all ranks, which must end with the same bits."""
-    start = workload_of(workload).model(seed)  # not on the ranks: threads share torch's random numbers
-    work = partial(train, start=start, workload=workload, codec=codec, seed=seed, steps=steps)
-    by_rank = run(work, ranks=ranks, fabric="threads")
-    if len({one.digest for one in by_rank}) > 1:
-        raise SynclineError(f"{workload} with {codec}: the ranks have other weights, so their loss means nothing")
-    return by_rank[0]
+def train_all(
+    fabric: Fabric, starts: Sequence[nn.Module], workload: str, codecs: Sequence[str], steps: int, notes: Path
+) -> dict[str, list[Trained]]:
+    """Every codec with every seed, one after the other on the same ranks; starting ranks anew would take longer."""
+    trained: dict[str, list[Trained]] = {}
+    for codec in dict.fromkeys([DENSE, *codecs]):
+        for seed, start in enumerate(starts):
+            if fabric.rank == 0:
+                with notes.open("a") as file:
+                    file.write(f"{workload}, {codec}, seed {seed}\n")
+            trained.setdefault(codec, []).append(train(fabric, start, workload, codec, seed, steps))
+    return trained
+
+
+@contextmanager
+def told_by_others(tell: Callable[[str], None]) -> Iterator[Path]:
+    """A file of which every new line is told, so that ranks in other processes can tell what they do."""
+    done = Event()
+
+    def follow(path: Path) -> None:
+        with path.open() as file:
+            while not done.wait(0.1):
+                for line in file:
+                    tell(line.strip())
+
+    with TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        notes.touch()
+        follower = Thread(target=follow, args=(notes,), daemon=True)
+        follower.start()
+        try:
+            yield notes
+        finally:
+            done.set()
+            follower.join()
+
+
+def check_digests(workload: str, by_rank: Sequence[dict[str, list[Trained]]]) -> None:
+    """Ranks must end with the same bits."""
+    for codec in by_rank[0]:
+        for same in zip(*(of_rank[codec] for of_rank in by_rank), strict=True):
+            if len({one.digest for one in same}) > 1:
+                raise SynclineError(f"{workload}, {codec}: ranks have different weights, so their loss means nothing")
 
 
 def row_of(
