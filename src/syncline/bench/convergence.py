@@ -10,6 +10,7 @@ tenth. A codec with a momentum of its own (dgc) has plain SGD on top.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -330,6 +331,8 @@ def train_all(
     fabric: Fabric, starts: Sequence[nn.Module], workload: str, codecs: Sequence[str], steps: int, notes: Path
 ) -> dict[str, list[Trained]]:
     """Every codec with every seed, one after the other on the same ranks; starting ranks anew would take longer."""
+    log = logging.getLogger("syncline")
+    log.setLevel(logging.ERROR)  # what codecs say of themselves is in the table
     trained: dict[str, list[Trained]] = {}
     for codec in dict.fromkeys([DENSE, *codecs]):
         for seed, start in enumerate(starts):
@@ -337,6 +340,7 @@ def train_all(
                 with notes.open("a") as file:
                     file.write(f"{workload}, {codec}, seed {seed}\n")
             trained.setdefault(codec, []).append(train(fabric, start, workload, codec, seed, steps))
+    log.setLevel(logging.NOTSET)
     return trained
 
 

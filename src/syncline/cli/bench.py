@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -160,7 +159,6 @@ def convergence(
     for name in names:
         if name not in LEARNED:
             raise UnknownName("workload", name, LEARNED)
-    logging.getLogger("syncline").setLevel(logging.ERROR)  # what codecs say of themselves is in the table
     with counting(len(names) * len(dict.fromkeys(["none", *chosen])) * seeds) as tell:
         rows = compare_codecs(names, chosen, seeds, steps or None, ranks, tell)
     if as_json:
