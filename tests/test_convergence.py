@@ -111,7 +111,7 @@ def suboptimality(codec: str | Codec, rates: list[float]) -> float:
     return float((ends[0] - OPTIMUM).square().mean()) / OPTIMUM**2
 
 
-FALLING = [0.04] * 150 + [0.01] * 150
+FALLING = [0.02] * 300 + [0.005] * 300
 
 
 @pytest.mark.parametrize(
