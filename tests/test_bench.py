@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from syncline.bench.codecs import MEASURED, CodecSpeed
 from syncline.bench.collectives import Results, Row
 from syncline.bench.contenders import CONTENDERS, NEEDS
+from syncline.bench.convergence import DigitClassifier, compare_codecs
 from syncline.bench.hosts import hosts, why_not
 from syncline.bench.overhead import measure_overhead
-from syncline.bench.plot import write_plot
+from syncline.bench.plot import write_convergence_plot, write_plot
 from syncline.bench.timing import Contender, measure, pattern
 from syncline.cli.main import app
 from syncline.errors import SynclineError
@@ -95,6 +96,30 @@ def test_a_codec_pays_below_its_break_even_speed_only():
     assert coded.seconds_on(0.9 * coded.break_even_gbit_s) < dense.seconds_on(0.9 * coded.break_even_gbit_s)
     assert coded.seconds_on(1.1 * coded.break_even_gbit_s) > dense.seconds_on(1.1 * coded.break_even_gbit_s)
     assert coded.times_twin == 2
+
+
+def test_codecs_are_compared_by_what_is_learned():
+    arguments = ["bench", "convergence", "--workloads", "digits", "--codecs", "topk:0.01 dgc:0.01", "--seeds", "2"]
+    shown = CliRunner().invoke(app, [*arguments, "--steps", "60", "--ranks", "2", "--json"], catch_exceptions=False)
+    rows = {row["codec"]: row for row in json.loads(shown.stdout)}
+    assert list(rows) == ["none", "topk:0.01", "dgc:0.01"]
+    assert rows["none"]["ratio"] == 1
+    assert rows["none"]["sent_bytes"] == 4 * (64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10)
+    assert rows["none"]["accuracy"] > 0.5
+    assert rows["none"]["losses"][0] != rows["none"]["losses"][1]
+    assert rows["topk:0.01"]["times_less"] > 20
+    assert (rows["topk:0.01"]["momentum"], rows["dgc:0.01"]["momentum"]) == (0.9, 0)
+    assert rows["dgc:0.01"]["end_sent_bytes"] < rows["dgc:0.01"]["sent_bytes"]
+
+
+def test_a_training_that_diverges_is_a_row_without_a_loss(monkeypatch, tmp_path):
+    monkeypatch.setattr(DigitClassifier, "learning_rate", 1e20)
+    rows = compare_codecs(["digits"], [], 1, 40, 2, lambda _: None, fabric="threads")
+    assert rows[0].has_diverged
+    assert rows[0].as_data()["loss"] is None
+    assert len(rows[0].curve) == 40
+    write_convergence_plot(rows, tmp_path / "plot.html")
+    assert "handwritten digits" in (tmp_path / "plot.html").read_text()
 
 
 def test_what_sync_costs_in_a_world_of_one_is_measured():

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
+from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
 from syncline.bench.codecs import CodecSpeed
 from syncline.bench.collectives import Results
+from syncline.bench.convergence import ConvergenceRow
 from syncline.units import format_bytes
 
 COLOURS = {
@@ -33,6 +35,27 @@ def write_codec_plot(speeds: Sequence[CodecSpeed], path: Path) -> None:
     figure.update_xaxes(type="log", title_text="link, Gbit/s")
     figure.update_yaxes(type="log", title_text="ms to average a bucket")
     figure.update_layout(title="When a codec pays: below the line of none", template="plotly_white", height=700)
+    figure.write_html(path, include_plotlyjs=True)
+
+
+def write_convergence_plot(rows: Sequence[ConvergenceRow], path: Path) -> None:
+    """The loss while training, for every codec and workload; one file that needs nothing else."""
+    titles = list(dict.fromkeys(row.title for row in rows))
+    names = list(dict.fromkeys(row.codec for row in rows))
+    figure = make_subplots(rows=len(titles), cols=1, subplot_titles=titles, vertical_spacing=0.1)
+    for row in rows:
+        place = 1 + titles.index(row.title)
+        steps = [row.steps * (point + 1) / len(row.curve) for point in range(len(row.curve))]
+        line = {
+            "color": qualitative.Dark24[names.index(row.codec) % len(qualitative.Dark24)],
+            "width": 4 if row.codec == "none" else 2,
+        }
+        style = {"name": row.codec, "legendgroup": row.codec, "showlegend": place == 1, "line": line}
+        figure.add_trace(go.Scatter(x=steps, y=row.curve, **style), row=place, col=1)
+        figure.update_yaxes(title_text="cross entropy", type="log", row=place, col=1)
+    figure.update_xaxes(title_text="step", row=len(titles), col=1)
+    title = f"Loss while training, mean of {rows[0].ranks} ranks and {rows[0].seeds} seeds"
+    figure.update_layout(title=title, template="plotly_white", height=500 * len(titles))
     figure.write_html(path, include_plotlyjs=True)
 
 

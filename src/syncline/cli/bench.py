@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -16,9 +18,13 @@ from syncline.bench.algorithms import Measured, compare_algorithms
 from syncline.bench.codecs import CodecSpeed, measure_codecs
 from syncline.bench.collectives import MPIS, Results, compare
 from syncline.bench.contenders import CONTENDERS, present
+from syncline.bench.convergence import CODECS as CONVERGING
+from syncline.bench.convergence import WORKLOADS as LEARNED
+from syncline.bench.convergence import ConvergenceRow, compare_codecs
 from syncline.bench.network import METHODS, NetworkRow, compare_methods
 from syncline.bench.overhead import measure_overhead
 from syncline.bench.training import WORKLOADS, Name, StepTime, compare_training, peak_memory
+from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, UnknownName
 from syncline.units import format_bytes, format_seconds, parse_bytes
 
@@ -121,6 +127,85 @@ def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
             f"{one.times_twin:.1f}",
             f"{one.wire_bytes_per_element:.3f}",
             "never" if one.break_even_gbit_s <= 0 else f"{one.break_even_gbit_s:.2f} Gbit/s",
+        )
+    return table
+
+
+@app.command()
+def convergence(
+    codecs: Annotated[str, typer.Option(help="Each as `Sync` takes it, separated by spaces.")] = " ".join(CONVERGING),
+    workloads: Annotated[str, typer.Option(help=f"Of {', '.join(LEARNED)}.")] = ",".join(LEARNED),
+    seeds: Annotated[int, typer.Option(help="Trainings of each, of which the mean is taken.")] = 3,
+    steps: Annotated[int, typer.Option(help="Of each training; 0 is what the workload has.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Each with its own data.")] = 4,
+    html: Annotated[Path, typer.Option(metavar="FILE", help="Where the plot goes.")] = Path("bench-convergence.html"),
+    as_json: Annotated[bool, JSON] = False,
+) -> None:
+    """What codecs do to learning: two small trainings with each of them, against dense at equal steps.
+
+    A GPT on the text of Python's standard library, and a classifier of handwritten digits (needs scikit-learn). Losses
+    are of data that no rank has trained on. A ratio of 1.05 is a loss 5 % above that of dense.
+
+    All of it, some minutes: `syncline bench convergence`
+
+    One question: `syncline bench convergence --workloads digits --codecs "topk:0.01 topk:0.1"`
+    """
+    if seeds < 1 or steps < 0 or ranks < 2:
+        raise ConfigError(f"--seeds {seeds} --steps {steps} --ranks {ranks}: one seed and two ranks at least")
+    chosen = codecs.split()
+    for codec in chosen:
+        codec_of(codec)
+    names = [name.strip() for name in workloads.split(",")]
+    for name in names:
+        if name not in LEARNED:
+            raise UnknownName("workload", name, LEARNED)
+    with counting(len(names) * len(dict.fromkeys(["none", *chosen])) * seeds) as tell:
+        rows = compare_codecs(names, chosen, seeds, steps or None, ranks, tell)
+    if as_json:
+        print(json.dumps([row.as_data() for row in rows]))
+        return
+    console = Console(highlight=False)
+    for title in dict.fromkeys(row.title for row in rows):
+        console.print(convergence_table([row for row in rows if row.title == title]))
+    from syncline.bench.plot import write_convergence_plot
+
+    write_convergence_plot(rows, html)
+    console.print(f"plot: {html}")
+
+
+@contextmanager
+def counting(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar that moves when something new begins."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=total)
+
+        def tell(what: str) -> None:
+            begun = progress.tasks[0].description != "starting"
+            progress.update(task, description=what, advance=1 if begun else 0)
+
+        yield tell
+
+
+def convergence_table(rows: list[ConvergenceRow]) -> Table:
+    """One workload."""
+    first = rows[0]
+    title = f"{first.title}: {first.ranks} ranks, {first.steps} steps, {first.seeds} seeds"
+    caption = "bytes: sent by a rank in a step; loss: of unseen data, mean over seeds; ratio: to none"
+    table = Table(title=title, title_justify="left", caption=caption)
+    table.add_column("codec", overflow="fold")
+    table.add_column("SGD momentum", justify="right")
+    for heading in ("bytes", "× less", "at the end", "loss", "ratio", "accuracy"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            row.codec,
+            f"{row.momentum:g}",
+            format_bytes(round(row.sent_bytes)),
+            f"{row.times_less:.1f}",
+            format_bytes(round(row.end_sent_bytes)),
+            *(("diverged", "-") if row.has_diverged else (f"{row.loss:.3f}", f"{row.ratio:.3f}")),
+            "-" if row.accuracy is None else f"{100 * row.accuracy:.1f} %",
         )
     return table
 
@@ -243,14 +328,7 @@ def collectives(
             raise UnknownName("contender", name, CONTENDERS)
     worlds = [int(number) for number in ranks.split(",")]
     console = Console(highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=len(names) * len(worlds))
-
-        def tell(what: str) -> None:
-            begun = progress.tasks[0].description != "starting"
-            progress.update(task, description=what, advance=1 if begun else 0)
-
+    with counting(len(names) * len(worlds)) as tell:
         results = compare(names, worlds, [parse_bytes(size) for size in sizes.split(",")], repeats, tell)
     if as_json:
         print(json.dumps(results.as_data()))
