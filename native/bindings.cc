@@ -9,10 +9,13 @@
 #include <nanobind/stl/string.h>
 
 #include <cstring>
+#include <vector>
 
 #include "build_info.h"
 #include "codec_kernels.h"
 #include "group.h"
+#include "halves.h"
+#include "low_rank_kernels.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -126,15 +129,34 @@ void bind_codecs(nb::module_& m) {
   m.def("select_largest", [](uintptr_t positions, uintptr_t values, size_t count, size_t wanted) {
           select_largest(at<int64_t>(positions), at<float>(values), count, wanted);
         }, "positions"_a, "values"_a, "count"_a, "wanted"_a, ReleaseGil());
+}
+
+void bind_low_rank(nb::module_& m) {
   m.def("times_right", [](uintptr_t left, uintptr_t matrix, size_t rows, size_t columns, uintptr_t right, size_t factors) {
-          codec_kernels().times_right(at<float>(left), at<float>(matrix), {rows, columns}, at<float>(right), factors);
+          low_rank_kernels().times_right(at<float>(left), at<float>(matrix), {rows, columns}, at<float>(right), factors);
         }, "left"_a, "matrix"_a, "rows"_a, "columns"_a, "right"_a, "factors"_a, ReleaseGil());
   m.def("times_left", [](uintptr_t right, uintptr_t matrix, size_t rows, size_t columns, uintptr_t left, size_t factors) {
-          codec_kernels().times_left(at<float>(right), at<float>(matrix), {rows, columns}, at<float>(left), factors);
+          low_rank_kernels().times_left(at<float>(right), at<float>(matrix), {rows, columns}, at<float>(left), factors);
         }, "right"_a, "matrix"_a, "rows"_a, "columns"_a, "left"_a, "factors"_a, ReleaseGil());
   m.def("subtract_product", [](uintptr_t matrix, size_t rows, size_t columns, uintptr_t left, uintptr_t right, size_t factors) {
-          codec_kernels().subtract_product(at<float>(matrix), {rows, columns}, at<float>(left), at<float>(right), factors);
+          low_rank_kernels().subtract_product(at<float>(matrix), {rows, columns}, at<float>(left), at<float>(right), factors);
         }, "matrix"_a, "rows"_a, "columns"_a, "left"_a, "right"_a, "factors"_a, ReleaseGil());
+  m.def("write_product", [](uintptr_t out, size_t rows, size_t columns, uintptr_t left, uintptr_t right, size_t factors) {
+          low_rank_kernels().write_product(at<float>(out), {rows, columns}, at<float>(left), at<float>(right), factors);
+        }, "out"_a, "rows"_a, "columns"_a, "left"_a, "right"_a, "factors"_a, ReleaseGil());
+  m.def("orthonormalize", [](uintptr_t rows, size_t factors, size_t length) {
+          std::vector<double> scratch(length);
+          low_rank_kernels().orthonormalize(at<float>(rows), factors, length, scratch.data());
+        }, "rows"_a, "factors"_a, "length"_a, ReleaseGil());
+}
+
+void bind_halves(nb::module_& m) {
+  m.def("narrow", [](uintptr_t out, uintptr_t values, size_t count, int dtype) {
+          narrow_buffer(at(out), at<float>(values), count, DataType(dtype));
+        }, "out"_a, "values"_a, "count"_a, "dtype"_a, ReleaseGil());
+  m.def("widen", [](uintptr_t out, uintptr_t halves, size_t count, int dtype) {
+          widen_buffer(at<float>(out), at(halves), count, DataType(dtype));
+        }, "out"_a, "halves"_a, "count"_a, "dtype"_a, ReleaseGil());
 }
 
 void bind_group(nb::module_& m) {
@@ -209,5 +231,7 @@ NB_MODULE(_native, m) {
   }, nb::sig("def build_info() -> dict[str, str]"));
 
   bind_codecs(m);
+  bind_low_rank(m);
+  bind_halves(m);
   bind_group(m);
 }

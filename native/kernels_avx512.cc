@@ -1,3 +1,4 @@
 #define SYNCLINE_KERNELS avx512
 #include "kernels_body.h"
 #include "codec_kernels_body.h"
+#include "low_rank_kernels_body.h"

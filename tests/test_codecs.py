@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -391,11 +392,48 @@ def test_native_kernels_equal_their_twins(numel: int, block: int) -> None:
     assert torch.equal(chosen, twins.select_largest(values, count))
 
 
-def test_native_products_equal_their_twins() -> None:
-    matrix, right, left = torch.randn(33, 70), torch.randn(3, 70), torch.randn(3, 33)
-    torch.testing.assert_close(kernels.times_right(matrix, right), twins.times_right(matrix, right))
-    torch.testing.assert_close(kernels.times_left(matrix, left), twins.times_left(matrix, left))
+@pytest.mark.parametrize("factors", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 70), (6, 4), (1027, 1030)])
+def test_native_products_equal_their_twins(shape: tuple[int, int], factors: int) -> None:
+    """Not bit for bit: torch does not say in which order it adds."""
+    assert kernels.native is not None
+    generator = torch.Generator().manual_seed(factors)
+    matrix = torch.randn(shape, generator=generator)
+    left, right = (torch.randn(factors, length, generator=generator) for length in shape)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-4)
+    close(kernels.times_right(matrix, right), twins.times_right(matrix, right))
+    close(kernels.times_left(matrix, left), twins.times_left(matrix, left))
     ours, theirs = matrix.clone(), matrix.clone()
     kernels.subtract_product(ours, left, right)
     twins.subtract_product(theirs, left, right)
-    torch.testing.assert_close(ours, theirs)
+    close(ours, theirs)
+    kernels.write_product(ours, left, right)
+    twins.write_product(theirs, left, right)
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 2501])
+def test_native_orthonormal_rows_are_those_of_the_twin_to_the_last_bit_but_one(length: int) -> None:
+    """Sums in double precision differ in order, which may turn the last rounding to float32."""
+    assert kernels.native is not None
+    matrix = torch.randn(4, length, generator=torch.Generator().manual_seed(length))
+    matrix[2] = 0
+    ours, theirs = kernels.orthonormal(matrix), twins.orthonormal(matrix)
+    torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=1e-12)
+    if length > 3:
+        expected = torch.diag(torch.tensor([1.0, 1.0, 0.0, 1.0]))
+        torch.testing.assert_close(ours @ ours.T, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 4099])
+def test_native_halves_are_those_of_the_twin(numel: int, dtype: torch.dtype) -> None:
+    assert kernels.native is not None
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator) * 10 ** torch.empty(numel).uniform_(-9, 6, generator=generator)
+    halves = kernels.narrow(values, dtype)
+    assert torch.equal(halves, twins.narrow(values, dtype))
+    ours, theirs = torch.empty(numel), torch.empty(numel)
+    kernels.widen(ours, halves)
+    twins.widen(theirs, halves)
+    assert torch.equal(ours, theirs)

@@ -2,7 +2,8 @@
 
 The ranks of a world talk to each other in one process, and what one of them computes is timed: up to its first
 question (encode), and from the last answer to the mean (decode); what an owner of a slice does in between belongs to
-decoding. Each repeat has a new gradient, with what was kept added as error feedback does it.
+decoding. Each repeat has a new gradient, with what was kept added as error feedback does it. The native kernels and
+their twins in torch take turns, and must first come to the same answer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Part, Place
+from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Question, answers_to
 from syncline.codecs.registry import codec_of
 
@@ -82,9 +83,7 @@ def measure_codecs(nbytes: int, world: int, repeats: int, tell: Callable[[str], 
     speeds = []
     for text in MEASURED:
         tell(text)
-        encode, decode, wire = time_codec(codec_of(text), nbytes // 4, world, repeats)
-        with without_native():
-            twin_encode, twin_decode, _ = time_codec(codec_of(text), nbytes // 4, world, repeats)
+        encode, decode, twin_encode, twin_decode, wire = time_codec(codec_of(text), nbytes // 4, world, repeats)
         gigabytes = nbytes / 1e9
         speeds.append(
             CodecSpeed(
@@ -112,26 +111,65 @@ def without_native() -> Iterator[None]:
         kernels.native = found
 
 
-def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[float, float, float]:
-    """Median seconds of encoding and of decoding on rank 0, and the bytes it sends."""
+def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[float, float, float, float, float]:
+    """Median seconds of encoding and decoding on rank 0, natively and in torch by turns, and the bytes it sends.
+
+    Both are given the same gradients, and the first step, which is not timed, must have the same answer.
+    """
     side = int(numel**0.5)
     shapes = [torch.Size([side, side]), torch.Size([numel - side * side])]
     parts = (Part("matrix", 0, side * side, shapes[0]), Part("rest", side * side, numel, shapes[1]))
-    states = [codec.start(parts, torch.device("cpu")) for _ in range(world)]
-    kept = [torch.zeros(numel) for _ in range(world)]
-    timings, wire = [], 0.0
+    ours, theirs = Trial.begin(codec, parts, world), Trial.begin(codec, parts, world)
     for step in range(repeats + 1):
         gradients = [torch.randn(numel) for _ in range(world)]
-        encode, decode, wire = time_step(codec, gradients, kept, states, step, parts)
-        timings.append((encode, decode))
-    encodes, decodes = zip(*timings[1:], strict=True)
-    return median(encodes), median(decodes), wire
+        answer = ours.run([gradient.clone() for gradient in gradients], step)
+        with without_native():
+            expected = theirs.run(gradients, step)
+        if step == 0:
+            torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
+    return *ours.medians(), *theirs.medians(), ours.wire
+
+
+@dataclass
+class Trial:
+    """A codec at work in all ranks, and what it keeps between steps."""
+
+    codec: Codec
+    parts: tuple[Part, ...]
+    states: list[State]
+    kept: list[Tensor]
+    timings: list[tuple[float, float]]
+    wire: float = 0.0
+
+    @classmethod
+    def begin(cls, codec: Codec, parts: tuple[Part, ...], world: int) -> Trial:
+        """Nothing is kept yet."""
+        states = [codec.start(parts, torch.device("cpu")) for _ in range(world)]
+        return cls(codec, parts, states, [torch.zeros(parts[-1].hi) for _ in range(world)], [])
+
+    def run(self, gradients: list[Tensor], step: int) -> Tensor:
+        """One step; returns the mean."""
+        out = torch.full_like(gradients[0], torch.nan)  # memory in use, as in training
+        encode, decode, self.wire = time_step(self.codec, gradients, self.kept, self.states, step, self.parts, out)
+        self.timings.append((encode, decode))
+        return out
+
+    def medians(self) -> tuple[float, float]:
+        """Of all steps but the first."""
+        encodes, decodes = zip(*self.timings[1:], strict=True)
+        return median(encodes), median(decodes)
 
 
 def time_step(
-    codec: Codec, gradients: list[Tensor], kept: list[Tensor], states: Sequence[Any], step: int, parts: tuple[Part, ...]
+    codec: Codec,
+    gradients: list[Tensor],
+    kept: list[Tensor],
+    states: Sequence[State],
+    step: int,
+    parts: tuple[Part, ...],
+    out: Tensor,
 ) -> tuple[float, float, float]:
-    """One step of all ranks, of which the first is timed."""
+    """One step of all ranks, of which the first is timed, and writes the mean."""
     world = len(gradients)
     clocks: list[float] = []
     wire = 0.0
@@ -156,7 +194,6 @@ def time_step(
         if questions:
             wire += questions[0].wire_bytes(world)
             answers = answers_to(questions)
-    out = torch.empty_like(gradients[0])
     started = time.perf_counter()
     decoder(out)
     decoding = time.perf_counter() - started + sum(clocks[1:])

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Place, State
 from syncline.codecs.conversation import Conversation, Mean
-from syncline.codecs.none import void
 from syncline.codecs.slices import exchange_slices
 from syncline.codecs.twins import expect_length
 
@@ -31,17 +31,19 @@ class Fp16(Codec):
         """One mean; with feedback a one-shot exchange, because what the owner's rounding takes away is kept too."""
         if self.feedback:
             return (yield from exchange_slices(values, place, 1, self.encode, self.decode))
-        mean = yield Mean(values.to(self.wire))
-        return lambda out: void(out.copy_(mean))
+        mean = yield Mean(kernels.narrow(values, self.wire))
+        return lambda out: kernels.widen(out, mean)
 
     def encode(self, values: Tensor, _: int) -> Tensor:
         """Values to a message."""
-        return values.to(self.wire).view(torch.uint8)
+        return kernels.narrow(values, self.wire).view(torch.uint8)
 
     def decode(self, message: Tensor, numel: int) -> Tensor:
         """A message to values."""
         expect_length(message, 2 * numel, "16-bit values")
-        return message.view(self.wire).to(torch.float32)
+        values = torch.empty(numel, device=message.device)
+        kernels.widen(values, message.view(self.wire))
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)

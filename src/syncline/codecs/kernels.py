@@ -20,6 +20,8 @@ except ImportError:
 else:
     native = found
 
+NATIVE_DTYPES = {torch.float16: 2, torch.bfloat16: 3}
+
 
 def runs_natively(*tensors: Tensor | None) -> bool:
     """Whether the native kernels can take these."""
@@ -113,3 +115,38 @@ def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
         return
     rows, columns = matrix.shape
     native.subtract_product(matrix.data_ptr(), rows, columns, left.data_ptr(), right.data_ptr(), len(left))  # type: ignore[union-attr]
+
+
+def write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """`out = left.T @ right`"""
+    if not runs_natively(out, left, right):
+        twins.write_product(out, left, right)
+        return
+    rows, columns = out.shape
+    native.write_product(out.data_ptr(), rows, columns, left.data_ptr(), right.data_ptr(), len(left))  # type: ignore[union-attr]
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Rows of the same span that are orthonormal; a row of nothing stays nothing."""
+    if not runs_natively(matrix):
+        return twins.orthonormal(matrix)
+    rows = matrix.clone()
+    native.orthonormalize(rows.data_ptr(), *rows.shape)  # type: ignore[union-attr]
+    return rows
+
+
+def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """To 16-bit floats."""
+    if not runs_natively(values) or values.dtype != torch.float32:
+        return twins.narrow(values, dtype)
+    halves = torch.empty_like(values, dtype=dtype)
+    native.narrow(halves.data_ptr(), values.data_ptr(), values.numel(), NATIVE_DTYPES[dtype])  # type: ignore[union-attr]
+    return halves
+
+
+def widen(out: Tensor, halves: Tensor) -> None:
+    """From 16-bit floats."""
+    if not runs_natively(out, halves) or out.dtype != torch.float32:
+        twins.widen(out, halves)
+        return
+    native.widen(out.data_ptr(), halves.data_ptr(), out.numel(), NATIVE_DTYPES[halves.dtype])  # type: ignore[union-attr]

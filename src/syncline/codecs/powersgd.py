@@ -62,7 +62,7 @@ class PowerSGD(Codec):
         dense = [values[part.lo : part.hi] for part in others]
         told = yield Mean(together([*dense, *lefts], values))
         averaged = apart(told, [*dense, *lefts])
-        plain, bases = averaged[: len(dense)], [orthonormal(left) for left in averaged[len(dense) :]]
+        plain, bases = averaged[: len(dense)], [kernels.orthonormal(left) for left in averaged[len(dense) :]]
         rights = [kernels.times_left(view, basis) for view, basis in zip(views, bases, strict=True)]
         for view, basis, right in zip(views, bases, rights, strict=True):
             kernels.subtract_product(view, basis, right)
@@ -77,7 +77,7 @@ class PowerSGD(Codec):
             for part, mean in zip(others, plain, strict=True):
                 out[part.lo : part.hi] = mean
             for part, basis, factor in zip(matrices, bases, factors, strict=True):
-                torch.mm(basis.T, factor, out=out[part.lo : part.hi].view(matrix_shape(part)))
+                kernels.write_product(out[part.lo : part.hi].view(matrix_shape(part)), basis, factor)
 
         return write
 
@@ -97,17 +97,3 @@ def apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Copies in the shapes that were put together."""
     pieces = torch.split(flat, [tensor.numel() for tensor in like])
     return [piece.view(tensor.shape).clone() for piece, tensor in zip(pieces, like, strict=True)]
-
-
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Gram-Schmidt, twice for exactness, row by row in a fixed order; a row of nothing stays nothing."""
-    done: list[Tensor] = []
-    for row in matrix.unbind(0):
-        rest = row
-        for _ in range(2):
-            for other in done:
-                rest = rest - other * (other @ rest)
-        length = rest.norm()
-        tiny = length <= 1e-6 * row.norm() or not length > 0
-        done.append(torch.zeros_like(rest) if tiny else rest / length)
-    return torch.stack(done)

@@ -108,3 +108,33 @@ def times_left(matrix: Tensor, left: Tensor) -> Tensor:
 def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
     """`matrix -= left.T @ right`"""
     matrix.sub_(left.T @ right)
+
+
+def write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """`out = left.T @ right`"""
+    torch.mm(left.T, right, out=out)
+
+
+def orthonormal(matrix: Tensor) -> Tensor:
+    """Gram-Schmidt, twice for exactness, row by row in double precision; a row of nothing stays nothing."""
+    done: list[Tensor] = []
+    for row in matrix.double().unbind(0):
+        rest = row
+        for _ in range(2):
+            for other in done:
+                rest = rest - other * (other @ rest)
+        length = rest.norm()
+        is_something = bool(length > 1e-6 * row.norm())
+        unit = rest / length if is_something else torch.zeros_like(rest)
+        done.append(unit.to(matrix.dtype).double())
+    return torch.stack(done).to(matrix.dtype)
+
+
+def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """To 16-bit floats."""
+    return values.to(dtype)
+
+
+def widen(out: Tensor, halves: Tensor) -> None:
+    """From 16-bit floats."""
+    out.copy_(halves)

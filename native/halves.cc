@@ -1,0 +1,35 @@
+#include "halves.h"
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace syncline {
+
+namespace {
+
+constexpr size_t streams = 4;
+constexpr size_t step = 256;  // elements of a stream before the next one's turn
+
+// Calls `work(at, how_many)` for all elements, in turns; what does not divide comes last.
+template <class Work>
+void in_streams(size_t count, const Work& work) {
+  const size_t each = count / streams / step * step;
+  for (size_t at = 0; at < each; at += step)
+    for (size_t stream = 0; stream < streams; ++stream) work(stream * each + at, step);
+  work(streams * each, count - streams * each);
+}
+
+}  // namespace
+
+void narrow_buffer(void* out, const float* in, size_t count, DataType dtype) {
+  auto* halves = static_cast<uint16_t*>(out);
+  in_streams(count, [&](size_t at, size_t now) { narrow(halves + at, in + at, now, dtype); });
+}
+
+void widen_buffer(float* out, const void* in, size_t count, DataType dtype) {
+  const auto* halves = static_cast<const uint16_t*>(in);
+  in_streams(count, [&](size_t at, size_t now) { widen(out + at, halves + at, now, dtype); });
+}
+
+}  // namespace syncline

@@ -1,0 +1,16 @@
+// Large buffers of float32 to 16-bit floats and back.
+//
+// Four places of the buffer are worked on side by side, which the processor fetches ahead as four streams: a single one
+// does not fill the bandwidth of memory.
+#pragma once
+
+#include <cstddef>
+
+#include "types.h"
+
+namespace syncline {
+
+void narrow_buffer(void* out, const float* in, size_t count, DataType);
+void widen_buffer(float* out, const void* in, size_t count, DataType);
+
+}  // namespace syncline

@@ -1,0 +1,244 @@
+// The kernels of PowerSGD, compiled once per instruction set, as kernels_body.h is.
+//
+// The matrix is large and the factors are few, so time goes into reading the matrix. Several rows are read side by
+// side: one row at a time is one stream for the processor to fetch ahead, and four get more than twice the bandwidth.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "low_rank_kernels.h"
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace syncline {
+namespace SYNCLINE_KERNELS {
+namespace low_rank {
+namespace {
+
+#if defined(__AVX2__)
+constexpr size_t width = 8;
+#else
+constexpr size_t width = 4;
+#endif
+using Vector = float __attribute__((vector_size(width * sizeof(float))));
+
+constexpr size_t lanes = 8;                 // partial sums of a dot product, on every processor
+constexpr size_t rows_at_a_time = 4;
+constexpr size_t factors_at_a_time = 2;     // of a dot product: more would not fit into the registers
+constexpr size_t line = 16;                 // floats of a cache line, of a product made at once
+constexpr size_t streamed_bytes = 4 << 20;  // products from this size on go past the cache
+
+Vector load(const float* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof vector);
+  return vector;
+}
+
+void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
+
+// Calls `body` with 4 rows at a time, and then with one: `body(row, Count<4>())`.
+template <size_t Number>
+struct Count {
+  static constexpr size_t value = Number;
+};
+
+template <class Body>
+void for_rows(size_t rows, const Body& body) {
+  size_t row = 0;
+  for (; row + rows_at_a_time <= rows; row += rows_at_a_time) body(row, Count<rows_at_a_time>());
+  for (; row < rows; ++row) body(row, Count<1>());
+}
+
+float sum_of_lanes(const float* partial) {
+  float total = 0;
+  for (size_t lane = 0; lane < lanes; ++lane) total += partial[lane];
+  return total;
+}
+
+// left[k][r] = row r x factor k.
+template <size_t Rows, size_t Factors>
+void dots(float* left, const float* matrix, MatrixSize size, const float* right) {
+  constexpr size_t vectors = lanes / width;
+  Vector sums[Rows][Factors][vectors] = {};
+  const size_t whole = size.columns / lanes * lanes;
+  for (size_t i = 0; i < whole; i += lanes)
+    for (size_t v = 0; v < vectors; ++v)
+      for (size_t r = 0; r < Rows; ++r) {
+        const Vector some = load(matrix + r * size.columns + i + v * width);
+        for (size_t k = 0; k < Factors; ++k) sums[r][k][v] += some * load(right + k * size.columns + i + v * width);
+      }
+  for (size_t r = 0; r < Rows; ++r)
+    for (size_t k = 0; k < Factors; ++k) {
+      float partial[lanes];
+      std::memcpy(partial, sums[r][k], sizeof partial);
+      for (size_t i = whole; i < size.columns; ++i)
+        partial[i - whole] += matrix[r * size.columns + i] * right[k * size.columns + i];
+      left[k * size.rows + r] = sum_of_lanes(partial);
+    }
+}
+
+void times_right(float* left, const float* matrix, MatrixSize size, const float* right, size_t factors) {
+  for_rows(size.rows, [&](size_t row, auto rows) {
+    const float* from = matrix + row * size.columns;
+    size_t k = 0;
+    for (; k + factors_at_a_time <= factors; k += factors_at_a_time)
+      dots<rows.value, factors_at_a_time>(left + k * size.rows + row, from, size, right + k * size.columns);
+    for (; k < factors; ++k) dots<rows.value, 1>(left + k * size.rows + row, from, size, right + k * size.columns);
+  });
+}
+
+// right += these rows, each times its weight: from the first to the last.
+template <size_t Rows>
+void add_rows(float* right, const float* matrix, MatrixSize size, const float* left, size_t factors) {
+  const size_t whole = size.columns / width * width;
+  for (size_t i = 0; i < whole; i += width) {
+    Vector some[Rows];
+    for (size_t r = 0; r < Rows; ++r) some[r] = load(matrix + r * size.columns + i);
+    for (size_t k = 0; k < factors; ++k) {
+      Vector sum = load(right + k * size.columns + i);
+      for (size_t r = 0; r < Rows; ++r) sum += left[k * size.rows + r] * some[r];
+      store(right + k * size.columns + i, sum);
+    }
+  }
+  for (size_t k = 0; k < factors; ++k)
+    for (size_t r = 0; r < Rows; ++r)
+      for (size_t i = whole; i < size.columns; ++i)
+        right[k * size.columns + i] += left[k * size.rows + r] * matrix[r * size.columns + i];
+}
+
+void times_left(float* right, const float* matrix, MatrixSize size, const float* left, size_t factors) {
+  for (size_t i = 0; i < factors * size.columns; ++i) right[i] = 0;
+  for_rows(size.rows, [&](size_t row, auto rows) {
+    add_rows<rows.value>(right, matrix + row * size.columns, size, left + row, factors);
+  });
+}
+
+// One element of left x right': all products add their terms in this order.
+float product_at(const float* left, const float* right, MatrixSize size, size_t factors) {
+  float sum = 0;
+  for (size_t k = 0; k < factors; ++k) sum += left[k * size.rows] * right[k * size.columns];
+  return sum;
+}
+
+// `Rows` x `Vectors` vectors of left x right'.
+template <size_t Rows, size_t Vectors>
+struct Product {
+  Vector sums[Rows][Vectors] = {};
+
+  Product(const float* left, const float* right, MatrixSize size, size_t factors) {
+    for (size_t k = 0; k < factors; ++k)
+      for (size_t v = 0; v < Vectors; ++v) {
+        const Vector some = load(right + k * size.columns + v * width);
+        for (size_t r = 0; r < Rows; ++r) sums[r][v] += left[k * size.rows + r] * some;
+      }
+  }
+};
+
+template <size_t Rows>
+void subtract_from_rows(float* matrix, MatrixSize size, const float* left, const float* right, size_t factors) {
+  constexpr size_t vectors = line / width;
+  const size_t whole = size.columns / line * line;
+  for (size_t i = 0; i < whole; i += line) {
+    const Product<Rows, vectors> product(left, right + i, size, factors);
+    for (size_t r = 0; r < Rows; ++r)
+      for (size_t v = 0; v < vectors; ++v) {
+        float* to = matrix + r * size.columns + i + v * width;
+        store(to, load(to) - product.sums[r][v]);
+      }
+  }
+  for (size_t r = 0; r < Rows; ++r)
+    for (size_t i = whole; i < size.columns; ++i)
+      matrix[r * size.columns + i] -= product_at(left + r, right + i, size, factors);
+}
+
+void subtract_product(float* matrix, MatrixSize size, const float* left, const float* right, size_t factors) {
+  for_rows(size.rows, [&](size_t row, auto rows) {
+    subtract_from_rows<rows.value>(matrix + row * size.columns, size, left + row, right, factors);
+  });
+}
+
+// Past the cache where the processor can; `to` is aligned.
+void stream(float* to, Vector vector) {
+#if defined(__AVX2__)
+  _mm256_stream_ps(to, vector);
+#else
+  store(to, vector);
+#endif
+}
+
+void finish_streaming() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
+// A row at a time, because rows differ in where their cache lines begin; whole lines, because those are streamed best.
+template <class Put>
+void write_row(float* out, MatrixSize size, const float* left, const float* right, size_t factors, const Put& put) {
+  const size_t before_line = -(reinterpret_cast<uintptr_t>(out) / sizeof(float)) % line;
+  const size_t head = before_line < size.columns ? before_line : size.columns;
+  for (size_t i = 0; i < head; ++i) out[i] = product_at(left, right + i, size, factors);
+  size_t i = head;
+  for (; i + line <= size.columns; i += line) {
+    const Product<1, line / width> product(left, right + i, size, factors);
+    for (size_t v = 0; v < line / width; ++v) put(out + i + v * width, product.sums[0][v]);
+  }
+  for (; i < size.columns; ++i) out[i] = product_at(left, right + i, size, factors);
+}
+
+void write_product(float* out, MatrixSize size, const float* left, const float* right, size_t factors) {
+  const auto write = [&](const auto& put) {
+    for (size_t row = 0; row < size.rows; ++row)
+      write_row(out + row * size.columns, size, left + row, right, factors, put);
+  };
+  if (size.rows * size.columns * sizeof(float) < streamed_bytes) {
+    write([](float* to, Vector vector) { store(to, vector); });
+  } else {
+    write([](float* to, Vector vector) { stream(to, vector); });
+    finish_streaming();
+  }
+}
+
+template <class Number>
+double dot(const Number* a, const double* b, size_t length) {
+  double sums[lanes] = {};
+  size_t i = 0;
+  for (; i + lanes <= length; i += lanes)
+    for (size_t k = 0; k < lanes; ++k) sums[k] += double(a[i + k]) * b[i + k];
+  for (size_t k = 0; i < length; ++i, ++k) sums[k] += double(a[i]) * b[i];
+  double total = 0;
+  for (size_t k = 0; k < lanes; ++k) total += sums[k];
+  return total;
+}
+
+// Takes what lies along the rows before it out of `rest`.
+void remove_along(double* rest, const float* rows, size_t num_rows, size_t length) {
+  for (size_t k = 0; k < num_rows; ++k) {
+    const float* other = rows + k * length;
+    const double weight = dot(other, rest, length);
+    for (size_t i = 0; i < length; ++i) rest[i] -= weight * double(other[i]);
+  }
+}
+
+void orthonormalize(float* rows, size_t factors, size_t length, double* scratch) {
+  for (size_t k = 0; k < factors; ++k) {
+    float* row = rows + k * length;
+    for (size_t i = 0; i < length; ++i) scratch[i] = double(row[i]);
+    const double before = std::sqrt(dot(scratch, scratch, length));
+    for (int pass = 0; pass < 2; ++pass) remove_along(scratch, rows, k, length);
+    const double after = std::sqrt(dot(scratch, scratch, length));
+    const bool is_something = after > 1e-6 * before;
+    for (size_t i = 0; i < length; ++i) row[i] = is_something ? float(scratch[i] / after) : 0.0f;
+  }
+}
+
+}  // namespace
+}  // namespace low_rank
+
+extern const LowRankTable low_rank_table;
+const LowRankTable low_rank_table = {low_rank::times_right, low_rank::times_left, low_rank::subtract_product,
+                                     low_rank::write_product, low_rank::orthonormalize};
+
+}  // namespace SYNCLINE_KERNELS
+}  // namespace syncline
