@@ -7,15 +7,18 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <vector>
 
 #include "build_info.h"
 #include "codec_kernels.h"
+#include "entries.h"
 #include "group.h"
 #include "halves.h"
 #include "low_rank_kernels.h"
+#include "selection.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -53,6 +56,8 @@ void translate(const std::exception_ptr& pointer, void*) {
     raise("Desync", error);
   } catch (const Aborted& error) {
     raise_with_rank("PeerAborted", error);
+  } catch (const CorruptMessage& error) {
+    raise("CorruptMessage", error);
   } catch (const JoinError& error) {
     raise("JoinFailed", error);
   } catch (const Exhausted& error) {
@@ -126,9 +131,20 @@ void bind_codecs(nb::module_& m) {
   m.def("unpack_signs", [](uintptr_t out, uintptr_t scales, uintptr_t bits, size_t count, size_t block) {
           codec_kernels().unpack_signs(at<float>(out), at<float>(scales), at<uint8_t>(bits), count, block);
         }, "out"_a, "scales"_a, "bits"_a, "count"_a, "block"_a, ReleaseGil());
-  m.def("select_largest", [](uintptr_t positions, uintptr_t values, size_t count, size_t wanted) {
-          select_largest(at<int64_t>(positions), at<float>(values), count, wanted);
-        }, "positions"_a, "values"_a, "count"_a, "wanted"_a, ReleaseGil());
+  m.def("select_largest", [](uintptr_t positions, uintptr_t values, size_t rows, size_t columns, size_t wanted) {
+          select_largest(at<int64_t>(positions), at<float>(values), rows, columns, wanted);
+        }, "positions"_a, "values"_a, "rows"_a, "columns"_a, "wanted"_a, ReleaseGil());
+  m.def("entries_room", [](size_t count, size_t numel, int form) { return entries_room(count, numel, Form(form)); },
+        "count"_a, "numel"_a, "form"_a);
+  m.def("take_entries", [](uintptr_t message, uintptr_t values, size_t numel, uintptr_t positions, size_t count, int form) {
+          return take_entries(at<uint8_t>(message), at<float>(values), numel, at<int64_t>(positions), count, Form(form));
+        }, "message"_a, "values"_a, "numel"_a, "positions"_a, "count"_a, "form"_a, ReleaseGil());
+  m.def("mean_of_entries", [](uintptr_t out, size_t numel, const std::vector<uintptr_t>& messages,
+                              const std::vector<size_t>& bytes, int form) {
+          std::vector<Message> all;
+          for (size_t k = 0; k < messages.size(); ++k) all.push_back({at<uint8_t>(messages[k]), bytes.at(k)});
+          mean_of_entries(at<float>(out), numel, all.data(), all.size(), Form(form));
+        }, "out"_a, "numel"_a, "messages"_a, "bytes"_a, "form"_a, ReleaseGil());
 }
 
 void bind_low_rank(nb::module_& m) {

@@ -35,7 +35,4 @@ struct CodecTable {
 const CodecTable& codec_kernels();                               // the best that this processor can run
 const CodecTable* const* codec_tables(int* num_tables);          // all that it can run; the first is portable
 
-// The positions of the `wanted` values that are largest by magnitude, ascending; of equal ones the first.
-void select_largest(int64_t* positions, const float* values, size_t count, size_t wanted);
-
 }  // namespace syncline

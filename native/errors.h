@@ -6,6 +6,7 @@
 //     Desync                 ranks called different operations; `rank` is of the minority. Nothing was done, and the
 //                            group goes on
 //     Aborted                `rank` gave up for a reason of its own (interrupted, closed, out of memory)
+//   CorruptMessage         what a codec received is not what a codec sends; nothing was written
 //   JoinError              the ranks could not form a group
 //   Exhausted              there is no memory for a shared buffer; nothing else changed
 //   std::invalid_argument  the request is impossible; nothing was sent
@@ -28,6 +29,7 @@ struct PeerStalled : FabricError { using FabricError::FabricError; };
 struct Desync : FabricError { using FabricError::FabricError; };
 struct Aborted : FabricError { using FabricError::FabricError; };
 
+struct CorruptMessage : std::runtime_error { using std::runtime_error::runtime_error; };
 struct JoinError : std::runtime_error { using std::runtime_error::runtime_error; };
 
 struct Exhausted : std::runtime_error {

@@ -14,9 +14,10 @@ from torch import Tensor
 from syncline.codecs import kernels, twins
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import talk
+from syncline.codecs.entries import read_message, write_message
 from syncline.codecs.indices import decode_indices, encode_indices, way_of
 from syncline.codecs.registry import CODECS, codec_of, text_of_codec
-from syncline.codecs.topk import read_message, select_sampled, write_message
+from syncline.codecs.topk import select_sampled
 from syncline.errors import ConfigError, CorruptMessage, PairingError, UnknownName
 
 SETTINGS = (

@@ -14,9 +14,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Conversation, Gather
-from syncline.codecs.topk import VALUES, TopK, add_messages, read_message, write_message
+from syncline.codecs.entries import FORMS
+from syncline.codecs.topk import TopK
 from syncline.errors import ConfigError, UnknownName
 
 
@@ -39,8 +41,8 @@ class DGC(Codec):
             raise ConfigError(f"keep={self.keep} is not a fraction above 0 and up to 1; try dgc:0.001")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum} is not in [0, 1); try momentum=0.9")
-        if self.values not in VALUES:
-            raise UnknownName("values", self.values, VALUES)
+        if self.values not in FORMS:
+            raise UnknownName("values", self.values, FORMS)
 
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """Momentum and what has not been sent, by parameter."""
@@ -70,15 +72,14 @@ class DGC(Codec):
             unsent = unsent + momentum
         values.zero_()
         chosen = TopK(self.fraction(place.step)).choose(unsent, place)
-        message = write_message(chosen, unsent[chosen], unsent.numel(), self.values)
-        unsent[chosen] -= read_message(message, unsent.numel(), self.values)[1].to(unsent.device)
+        message = kernels.take_entries(unsent, chosen, self.values)
         if self.masking:
             momentum[chosen] = 0
         messages = yield Gather(message)
         for part in place.parts:
             state[f"{part.name}/momentum"] = momentum[part.lo : part.hi].clone()
             state[f"{part.name}/unsent"] = unsent[part.lo : part.hi].clone()
-        return lambda out: add_messages(out, messages, self.values)
+        return lambda out: kernels.mean_of_entries(out, messages, self.values)
 
 
 def gathered(state: State, place: Place, kind: str) -> Tensor:

@@ -5,7 +5,8 @@
     rice      gaps: the upper bits in unary, the lower ones as they are              sparse selections
 
 Both streams of Rice codes are written apart, so they are read and written without a loop. A message begins with the way
-(one byte), the Rice parameter (one byte) and six bytes of zero.
+(one byte), the Rice parameter (one byte) and six bytes of zero. Bits that are left over are zero, and nothing follows:
+whatever is not as it would have been written is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ BITMAP, SHORT, RICE = range(3)
 WAYS = ("bitmap", "short", "rice")
 HEADER = 8
 PAGE = 65536
+MOST_LOWER_BITS = 40
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 
@@ -51,16 +53,16 @@ def encode_indices(indices: Tensor, numel: int) -> Tensor:
 def decode_indices(message: Tensor, count: int, numel: int) -> Tensor:
     """Bytes to ascending positions, all of them checked."""
     raw = message.cpu().numpy()
-    if len(raw) < HEADER or raw[0] > RICE:
+    if len(raw) < HEADER or raw[0] > RICE or raw[2:HEADER].any():
         raise CorruptMessage(f"positions in {len(raw)} bytes do not begin as they should")
     body, parameter = raw[HEADER:], int(raw[1])
     if raw[0] == BITMAP:
-        found = np.flatnonzero(np.unpackbits(body, bitorder="little"))
+        found = read_bitmap(body, numel)
     elif raw[0] == SHORT:
         found = read_shorts(body, numel)
     else:
-        found = read_rice(body, count, parameter)
-    if len(found) != count or (count and (found[0] < 0 or found[-1] >= numel or (np.diff(found) <= 0).any())):
+        found = read_rice(body, count, numel, parameter)
+    if len(found) != count or (count and (found.min() < 0 or found.max() >= numel or (np.diff(found) <= 0).any())):
         raise CorruptMessage(f"{len(found)} positions came that are not {count} ascending ones below {numel}")
     return torch.from_numpy(found.astype(np.int64))
 
@@ -79,6 +81,12 @@ def bitmap_of(found: Numbers, numel: int) -> Bytes:
     bits = np.zeros(numel, np.uint8)
     bits[found] = 1
     return np.packbits(bits, bitorder="little")
+
+
+def read_bitmap(body: Bytes, numel: int) -> Numbers:
+    if len(body) != -(-numel // 8):
+        raise CorruptMessage(f"{len(body)} bytes are no bitmap of {numel} positions")
+    return np.flatnonzero(np.unpackbits(body, bitorder="little"))
 
 
 def shorts_of(found: Numbers, numel: int) -> Bytes:
@@ -106,15 +114,19 @@ def rice_of(gaps: Numbers, upper: Numbers, parameter: int) -> Bytes:
     )
 
 
-def read_rice(body: Bytes, count: int, parameter: int) -> Numbers:
+def read_rice(body: Bytes, count: int, numel: int, parameter: int) -> Numbers:
     lower_bytes = -(-count * parameter // 8)
-    if parameter > 40 or lower_bytes > len(body):
+    if parameter > MOST_LOWER_BITS or lower_bytes > len(body):
         raise CorruptMessage("positions end before their lower bits do")
     unary = np.unpackbits(body[: len(body) - lower_bytes], bitorder="little")
     ends = np.flatnonzero(unary == 0)[:count]
-    if len(ends) < count:
-        raise CorruptMessage(f"{len(ends)} positions came where {count} were announced")
+    used = int(ends[-1]) + 1 if len(ends) else 0
+    bits = np.unpackbits(body[len(body) - lower_bytes :], bitorder="little")
+    if len(ends) < count or len(unary) - used >= 8 or unary[used:].any() or bits[count * parameter :].any():
+        raise CorruptMessage(f"{len(ends)} positions came where {count} were announced, or something follows them")
     upper = np.diff(ends, prepend=-1) - 1
-    bits = np.unpackbits(body[len(body) - lower_bytes :], bitorder="little")[: count * parameter]
-    lower = (bits.reshape(count, parameter).astype(np.int64) << np.arange(parameter)).sum(1) if parameter else 0
+    if (upper > numel >> parameter).any():
+        raise CorruptMessage(f"there are gaps wider than {numel}")
+    rows = bits[: count * parameter].reshape(count, parameter)
+    lower = (rows.astype(np.int64) << np.arange(parameter)).sum(1) if parameter else 0
     return np.cumsum((upper.astype(np.int64) << parameter) + lower + 1) - 1

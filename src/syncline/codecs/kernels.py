@@ -10,7 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from syncline.codecs import twins
+from syncline.codecs import entries, twins
+from syncline.codecs.entries import FORMS
 from syncline.codecs.twins import SCALE_BYTES, expect_length
 
 try:
@@ -21,6 +22,7 @@ else:
     native = found
 
 NATIVE_DTYPES = {torch.float16: 2, torch.bfloat16: 3}
+NATIVE_NUMEL = 2**32  # from here on positions are left to the twins
 
 
 def runs_natively(*tensors: Tensor | None) -> bool:
@@ -80,12 +82,34 @@ def unpack_signs(message: Tensor, numel: int, block: int) -> Tensor:
 
 
 def select_largest(values: Tensor, count: int) -> Tensor:
-    """The positions of the entries that are largest by magnitude, ascending."""
-    if not runs_natively(values) or values.dtype != torch.float32 or values.numel() >= 2**32:
+    """The positions of so many entries of every row that are largest by magnitude, ascending."""
+    if not runs_natively(values) or values.dtype != torch.float32 or values.shape[-1] >= NATIVE_NUMEL:
         return twins.select_largest(values, count)
-    positions = torch.empty(count, dtype=torch.int64)
-    native.select_largest(positions.data_ptr(), values.data_ptr(), values.numel(), count)  # type: ignore[union-attr]
+    rows, columns = values.shape if values.dim() == 2 else (1, len(values))
+    positions = torch.empty(rows * count, dtype=torch.int64)
+    native.select_largest(positions.data_ptr(), values.data_ptr(), rows, columns, count)  # type: ignore[union-attr]
     return positions
+
+
+def take_entries(values: Tensor, positions: Tensor, form: str) -> Tensor:
+    """A message of the entries at these positions, ascending; what it says is taken away from them."""
+    if not runs_natively(values, positions) or values.dtype != torch.float32 or values.numel() >= NATIVE_NUMEL:
+        return entries.take_entries(values, positions, form)
+    numel, count, number = values.numel(), len(positions), FORMS.index(form)
+    message = torch.empty(native.entries_room(count, numel, number), dtype=torch.uint8)  # type: ignore[union-attr]
+    nbytes = native.take_entries(  # type: ignore[union-attr]
+        message.data_ptr(), values.data_ptr(), numel, positions.data_ptr(), count, number
+    )
+    return message[:nbytes]
+
+
+def mean_of_entries(out: Tensor, messages: list[Tensor], form: str) -> None:
+    """The mean of what all ranks sent, added in order of rank."""
+    if not runs_natively(out, *messages) or out.dtype != torch.float32 or out.numel() >= NATIVE_NUMEL:
+        entries.mean_of_entries(out, messages, form)
+        return
+    starts, lengths = [message.data_ptr() for message in messages], [len(message) for message in messages]
+    native.mean_of_entries(out.data_ptr(), out.numel(), starts, lengths, FORMS.index(form))  # type: ignore[union-attr]
 
 
 def times_right(matrix: Tensor, right: Tensor) -> Tensor:

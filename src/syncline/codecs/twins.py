@@ -79,8 +79,11 @@ def unpack_bits(message: Tensor, numel: int) -> Tensor:
 
 
 def select_largest(values: Tensor, count: int) -> Tensor:
-    """The positions of the entries that are largest by magnitude, ascending."""
-    return values.abs().topk(count, sorted=False).indices.sort().values
+    """The positions of so many entries of every row that are largest by magnitude, ascending."""
+    if values.dim() == 1:
+        return values.abs().topk(count, sorted=False).indices.sort().values
+    starts = torch.arange(len(values), device=values.device).unsqueeze(1) * values.shape[1]
+    return (values.abs().topk(count, dim=1, sorted=False).indices.sort(dim=1).values + starts).view(-1)
 
 
 def padded(values: Tensor, multiple: int) -> Tensor:

@@ -1,0 +1,64 @@
+"""Messages of chosen entries, in plain torch: they run on any device, and the native ones are tested against them.
+
+    message    count, bytes of positions (int64 each) | positions | values
+
+Values are float32, float16, or integers of 8 bits with a scale for every 256 of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from syncline.codecs import twins
+from syncline.codecs.indices import decode_indices, encode_indices
+from syncline.errors import CorruptMessage
+
+FORMS = ("fp32", "fp16", "int8")  # of values; the native ones are numbered so
+BLOCK = 256
+HEADER_BYTES = 16
+
+
+def take_entries(values: Tensor, positions: Tensor, form: str) -> Tensor:
+    """A message of the entries at these positions, ascending; what it says is taken away from them."""
+    message = write_message(positions, values[positions], values.numel(), form)
+    _, sent = read_message(message, values.numel(), form)
+    values[positions] -= sent.to(values.device)
+    return message
+
+
+def mean_of_entries(out: Tensor, messages: list[Tensor], form: str) -> None:
+    """The mean of what all ranks sent, added in order of rank."""
+    read = [read_message(message, out.numel(), form) for message in messages]
+    out.zero_()
+    for positions, values in read:
+        out.index_add_(0, positions.to(out.device), values.to(out.device))
+    out.div_(len(messages))
+
+
+def write_message(positions: Tensor, values: Tensor, numel: int, form: str) -> Tensor:
+    """Positions and values as bytes."""
+    written = encode_indices(positions, numel)
+    header = torch.tensor([len(positions), len(written)]).view(torch.uint8)
+    if form == "int8":
+        body = twins.quantize(values.cpu(), BLOCK, 8, None)
+    else:
+        body = values.to(torch.float16 if form == "fp16" else torch.float32).cpu().view(torch.uint8)
+    return torch.cat([header, written, body])
+
+
+def read_message(message: Tensor, numel: int, form: str) -> tuple[Tensor, Tensor]:
+    """Positions and values, checked."""
+    message = message.cpu()
+    if len(message) < HEADER_BYTES:
+        raise CorruptMessage(f"{len(message)} bytes are no message of entries")
+    count, length = message[:HEADER_BYTES].clone().view(torch.int64).tolist()
+    if not (0 <= count <= numel and 0 <= length <= len(message) - HEADER_BYTES):
+        raise CorruptMessage(f"a message of {len(message)} bytes announces {count} entries of {numel}")
+    positions = decode_indices(message[HEADER_BYTES : HEADER_BYTES + length], count, numel)
+    body = message[HEADER_BYTES + length :]
+    if form == "int8":
+        return positions, twins.dequantize(body, count, BLOCK, 8)
+    dtype = torch.float16 if form == "fp16" else torch.float32
+    twins.expect_length(body, count * dtype.itemsize, "values")
+    return positions, body.clone().view(dtype).to(torch.float32)
