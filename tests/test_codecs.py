@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from references import same_bits
 from torch import Tensor
 
-from syncline.codecs import kernels, twins
+from syncline.codecs import entries, kernels, twins
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import talk
-from syncline.codecs.entries import read_message, write_message
+from syncline.codecs.entries import FORMS, read_message, write_message
 from syncline.codecs.indices import decode_indices, encode_indices, way_of
 from syncline.codecs.registry import CODECS, codec_of, text_of_codec
 from syncline.codecs.topk import select_sampled
@@ -38,6 +40,8 @@ SETTINGS = (
     "topk:0.1,values=fp16",
     "topk:0.1,values=int8",
     "topk:0.05,select=sampled",
+    "topk:0.1,block=64",
+    "topk:0.05,block=4100,select=sampled,values=fp16",
     "topk:1.0",
     "randomk:0.1",
     "randomk:0.1,scaled=true,feedback=false",
@@ -169,6 +173,8 @@ def test_text_and_settings_are_the_same_thing(text: str) -> None:
         ("topk:1.5", ConfigError, "keep=1.5"),
         ("topk:0.1,values=int3", UnknownName, "int3"),
         ("topk:0.1,select=all", UnknownName, "all"),
+        ("topk:0.01,block=50", ConfigError, "try block=100"),
+        ("topk:0.01,block=-1", ConfigError, "try block=100"),
         ("randomk:0.1,scaled=true", PairingError, "would diverge"),
         ("randomk:0.1,feedback=false", PairingError, "biased"),
         ("onebit:vote=true", PairingError, "feedback=false"),
@@ -249,6 +255,32 @@ def test_a_sampled_selection_has_about_the_right_size_and_no_preferred_place() -
         assert float(values[chosen].abs().min()) > 2.3
         counts += torch.histc(chosen.float(), 10, 0, 100_000)
     assert float(counts.max() / counts.min()) < 1.15
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000])
+def test_a_selection_by_blocks_takes_the_largest_of_every_block(numel: int) -> None:
+    codec = codec_of("topk:0.05,block=64")
+    values = gradients_of(1, numel, 0)[0] * torch.arange(numel).add(1).float() ** 2
+    chosen = codec.choose(values, Place(0, 1, 0, 0, flat_parts(numel)))
+    expected = [
+        start + twins.select_largest(block, max(1, round(0.05 * len(block))))
+        for start, block in zip(range(0, numel, 64), values.split(64), strict=False)
+        if numel
+    ]
+    assert torch.equal(chosen, torch.cat(expected) if expected else torch.zeros(0, dtype=torch.int64))
+
+
+def test_a_sampled_selection_by_blocks_has_about_the_right_size_in_every_block() -> None:
+    codec = codec_of("topk:0.01,block=10000,select=sampled")
+    values = gradients_of(1, 205_000, 0)[0] * torch.logspace(-6, 6, 205_000)
+    values[30_000:40_000] = 0.0
+    values[50_000:60_000] = 1.0
+    chosen = codec.choose(values, Place(0, 1, 0, 0, flat_parts(205_000)))
+    counts = torch.bincount(chosen // 10_000, minlength=21)
+    assert (counts[:-1] >= 70).all()
+    assert (counts[:-1] <= 130).all()
+    assert 35 <= int(counts[-1]) <= 65
+    assert (chosen.diff() > 0).all()
 
 
 def test_powersgd_is_exact_for_matrices_of_low_rank_also_for_two_of_one_shape() -> None:
@@ -356,6 +388,45 @@ def test_a_corrupt_message_of_entries_is_an_error_or_entries_in_bounds(form: str
     assert refused > 100
 
 
+def mean_or_refusal(module: ModuleType, messages: list[Tensor], numel: int, form: str) -> Tensor | None:
+    """None if it was refused, and then nothing may have been written."""
+    out = torch.full((numel,), 7.0)
+    try:
+        module.mean_of_entries(out, messages, form)
+    except CorruptMessage:
+        assert (out == 7.0).all()
+        return None
+    return out
+
+
+@given(st.sampled_from(FORMS), st.sampled_from([1, 3, 40, 900]), st.integers(0, 2**32), st.integers(1, 40_000))
+def test_native_decoders_refuse_what_their_twins_refuse(form: str, spacing: int, seed: int, numel: int) -> None:
+    assert kernels.native is not None
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    good = entries.take_entries(values, torch.arange(seed % spacing, numel, spacing), form)
+    chance = random.Random(seed)
+    for _ in range(10):
+        messages = [good, corrupted(good, chance)]
+        ours, theirs = (mean_or_refusal(module, messages, numel, form) for module in (kernels, entries))
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or torch.equal(ours.nan_to_num(), theirs.nan_to_num())
+
+
+@given(st.sampled_from(FORMS), st.binary(max_size=80), st.integers(0, 40), st.integers(0, 2), st.integers(0, 45))
+def test_native_decoders_refuse_any_bytes_that_their_twins_refuse(
+    form: str, body: bytes, count: int, way: int, parameter: int
+) -> None:
+    values = torch.ones(count)
+    tail = {"fp32": values.view(torch.uint8), "fp16": values.half().view(torch.uint8)}
+    value_bytes = tail[form] if form in tail else twins.quantize(values, entries.BLOCK, 8, None)
+    positions = torch.tensor([way, parameter, 0, 0, 0, 0, 0, 0, *body], dtype=torch.uint8)
+    message = torch.cat([torch.tensor([count, len(positions)]).view(torch.uint8), positions, value_bytes])
+    for numel in (40, 8 * len(body), 100_000):
+        ours, theirs = (mean_or_refusal(module, [message], numel, form) for module in (kernels, entries))
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or torch.equal(ours, theirs)
+
+
 @pytest.mark.parametrize("text", ["int8", "int4", "onebit", "fp16:feedback=true"])
 def test_a_message_of_the_wrong_length_is_refused(text: str) -> None:
     codec = codec_of(text)
@@ -391,6 +462,32 @@ def test_native_kernels_equal_their_twins(numel: int, block: int) -> None:
     count = max(1, numel // 10)
     chosen = kernels.select_largest(values, count)
     assert torch.equal(chosen, twins.select_largest(values, count))
+
+
+@given(st.sampled_from(FORMS), st.integers(0, 2**32), st.integers(0, 70_000), st.floats(0, 1), st.integers(1, 5))
+def test_native_messages_and_means_equal_their_twins(
+    form: str, seed: int, numel: int, density: float, world: int
+) -> None:
+    assert kernels.native is not None
+    generator = torch.Generator().manual_seed(seed)
+    messages = []
+    for _ in range(world):
+        values = torch.randn(numel, generator=generator)
+        positions = (torch.rand(numel, generator=generator) < density**4).nonzero().view(-1)
+        ours, theirs = values.clone(), values.clone()
+        messages.append(kernels.take_entries(ours, positions, form))
+        assert torch.equal(messages[-1], entries.take_entries(theirs, positions, form))
+        assert same_bits(ours, theirs)
+    ours, theirs = torch.full((2, numel), float("nan"))
+    kernels.mean_of_entries(ours, messages, form)
+    entries.mean_of_entries(theirs, messages, form)
+    assert same_bits(ours, theirs)
+
+
+def test_a_native_selection_by_rows_equals_its_twin() -> None:
+    values = torch.randn(50, 1000) * torch.logspace(-20, 20, 50)[:, None]
+    for count in (1, 10, 999, 1000):
+        assert torch.equal(kernels.select_largest(values, count), twins.select_largest(values, count))
 
 
 @pytest.mark.parametrize("factors", [1, 2, 3, 8, 9])

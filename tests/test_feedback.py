@@ -15,7 +15,7 @@ from syncline.errors import ConfigError
 from syncline.state import choose_state
 
 CODECS = ("fp16:feedback=true", "int8", "int4:rounding=stochastic", "onebit", "topk:0.1", "topk:0.1,values=int8")
-CODECS += ("topk:0.2,select=sampled", "randomk:0.1", "powersgd:2")
+CODECS += ("topk:0.2,select=sampled", "topk:0.1,block=50", "randomk:0.1", "powersgd:2")
 EVERY_CODEC = (*CODECS, "fp16", "bf16", "randomk:0.1,scaled=true,feedback=false", "dgc:0.1,warmup=3")
 RATES = (0.5, 0.5, 0.05, 0.05, 0.0, 0.2, 0.2, 0.1)
 SMALL = {"bucket_bytes": 2000, "first_bucket_bytes": 500}

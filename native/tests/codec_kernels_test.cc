@@ -69,30 +69,6 @@ TEST(signs_and_magnitudes_come_back) {
   });
 }
 
-TEST(the_largest_are_selected_in_order) {
-  for (const size_t count : {1ul, 7ul, 100ul, 16384ul, 100'003ul, 1'000'000ul})
-    for (const double keep : {0.001, 0.01, 0.1, 0.5, 1.0})
-      for (const bool ties : {false, true}) {
-        auto values = noise(count, 7);
-        if (ties)
-          for (float& value : values) value = std::round(value);
-        const size_t wanted = std::max<size_t>(1, size_t(keep * double(count)));
-        std::vector<int64_t> chosen(wanted, -1);
-        select_largest(chosen.data(), values.data(), count, wanted);
-        std::vector<float> sizes(count), picked;
-        for (size_t i = 0; i < count; ++i) sizes[i] = std::fabs(values[i]);
-        std::nth_element(sizes.begin(), sizes.begin() + long(wanted - 1), sizes.end(), std::greater<>());
-        for (size_t i = 0; i < wanted; ++i) {
-          CHECK(chosen[i] >= 0 && size_t(chosen[i]) < count);
-          CHECK(i == 0 || chosen[i] > chosen[i - 1]);
-          picked.push_back(std::fabs(values[size_t(chosen[i])]));
-        }
-        std::sort(picked.begin(), picked.end());
-        std::sort(sizes.begin(), sizes.begin() + long(wanted));
-        for (size_t i = 0; i < wanted; ++i) CHECK(picked[i] == sizes[i], "%zu of %zu", i, wanted);
-      }
-}
-
 TEST(products_with_thin_matrices_are_right) {
   for_each_table([](const CodecTable& table) {
     for (const MatrixShape shape : {MatrixShape{1, 1}, MatrixShape{5, 33}, MatrixShape{40, 17}, MatrixShape{0, 3}})
