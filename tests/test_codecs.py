@@ -403,7 +403,7 @@ def mean_or_refusal(module: ModuleType, messages: list[Tensor], numel: int, form
 def test_native_decoders_refuse_what_their_twins_refuse(form: str, spacing: int, seed: int, numel: int) -> None:
     assert kernels.native is not None
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    good = entries.take_entries(values, torch.arange(seed % spacing, numel, spacing), form)
+    good = entries.take_entries(values, torch.arange(numel)[seed % spacing :: spacing], form)
     chance = random.Random(seed)
     for _ in range(10):
         messages = [good, corrupted(good, chance)]
