@@ -122,7 +122,7 @@ def take(fabric: syncline.Fabric, codec: str, states: list[dict]) -> dict[str, A
     _, _, sync = build(fabric, codec, "hierarchical", torch.float32)
     sync.load_state_dict(states)
     pipeline = sync.reducer.pipeline
-    for bucket in sync.reducer.buckets:
+    for bucket in sync.reducer.layout.buckets:
         pipeline.coded_of(bucket)
     return pipeline.state_dict()
 
