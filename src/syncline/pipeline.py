@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.buckets.bucket import Bucket, Side, Slot
-from syncline.codecs.answers import converse
+from syncline.codecs.between_hosts import talk_on
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Decoder
 from syncline.codecs.feedback import Feedback, Units
@@ -125,6 +125,7 @@ class CodecPipeline(Pipeline):
     ) -> None:
         super().__init__(fabric, collective, recorder)
         self.codec = codec
+        self.talk = talk_on(fabric, collective)
         self.seed = seed
         self.units = units
         self.now: tuple[int, Units] = (-1, Units({}))
@@ -160,17 +161,17 @@ class CodecPipeline(Pipeline):
         work = coding.work
         if work is not side.values:
             work.copy_(side.values)
+        if coded.feedback is not None:
+            coded.feedback.add_to(work, coding.units)
+        self.talk.collect(work)
         if not is_finite(work):
             side.bad.fill_(1)
             work.zero_()
-        elif coded.feedback is not None:
-            coded.feedback.add_to(work, coding.units)
         if coded.feedback is not None and self.watch.is_due(step):
             coding.sampled = (step, float(work.norm()))
         coding.staged = dict(coded.state)
         place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts)
-        conversation = self.codec.reduce(work, coding.staged, place)
-        coding.decoder, coding.said = converse(conversation, self.fabric, self.collective)
+        coding.decoder, coding.said = self.talk.carry(self.codec, work, coding.staged, place)
         self.fabric.all_reduce(side.tail, op="mean")
 
     def coded_of(self, bucket: Bucket) -> Coded:

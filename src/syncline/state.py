@@ -37,9 +37,14 @@ def choose_state(
 
 
 def mean_state(states: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Means of what ranks had each, which are what they had in common where that was the same."""
+    """Means of what ranks had each, which are what they had in common where that was the same.
+
+    Of codecs that talk between hosts only some ranks have state: the mean is theirs.
+    """
+    keys = {kind: {key: None for state in states for key in state[kind]} for kind in states[0]}
     return {
-        kind: {key: mean_of([state[kind][key] for state in states]) for key in states[0][kind]} for kind in states[0]
+        kind: {key: mean_of([state[kind][key] for state in states if key in state[kind]]) for key in keys[kind]}
+        for kind in states[0]
     }
 
 

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from syncline.codecs.codec import Codec, Place, State
 from syncline.codecs.conversation import Conversation, Decoder, Exchange, Gather, Mean, Question
 from syncline.fabric.base import Fabric
 
 WORD_BYTES = 8
+
+
+@dataclass(frozen=True)
+class AmongAll:
+    """All ranks take part in conversations."""
+
+    fabric: Fabric
+    collective: str
+
+    def collect(self, values: Tensor) -> None:
+        """Before the codec is asked: every rank has its own to talk about."""
+
+    def carry(self, codec: Codec, values: Tensor, state: State, place: Place) -> tuple[Decoder, int]:
+        """Carry a conversation through; returns what writes the mean, and the bytes that this rank had to say."""
+        return converse(codec.reduce(values, state, place), self.fabric, self.collective)
 
 
 def converse(conversation: Conversation, fabric: Fabric, collective: str) -> tuple[Decoder, int]:
