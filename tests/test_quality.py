@@ -27,8 +27,10 @@ def test_every_fiftieth_step_is_looked_at() -> None:
     for found in syncline.run(lambda fabric: sampled(fabric, "topk:0.1"), ranks=2, fabric="threads"):
         assert [one.step for one in found] == [50, 100]
         assert all(0.1 < one.relative_error < 1.0 for one in found)
+        assert all(0.0 < one.cosine < 0.99 for one in found)
     for found in syncline.run(lambda fabric: sampled(fabric, "int8"), ranks=2, fabric="threads"):
         assert all(0 < one.relative_error < 0.05 for one in found)
+        assert all(0.99 < one.cosine <= 1.00001 for one in found)
     assert syncline.run(lambda fabric: sampled(fabric, "none"), ranks=2, fabric="threads") == [[], []]
 
 
@@ -45,3 +47,44 @@ def test_what_grows_without_bound_is_told_once(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize("norms", [[1.0], [1.0, 20.0], [1.0, 30.0, 20.0, 25.0, 24.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
 def test_what_settles_is_not_told(norms: list[float]) -> None:
     assert not grows(norms)
+
+
+def cosine_by_hand(fabric: syncline.Fabric) -> tuple[float, float]:
+    """What is reported, and what it is: between the gradient after backward and the mean of all gradients."""
+    model = nn.Linear(300, 300, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec="topk:0.05")
+    for step in range(1, 51):
+        draw = torch.Generator().manual_seed(1000 * fabric.rank + step)
+        target = torch.randn(300, 300, generator=draw)
+        optimizer.zero_grad()
+        (model.weight * target).sum().backward()
+        mean = fabric.all_reduce(target, op="mean")
+    assert model.weight.grad is not None
+    exact = torch.cosine_similarity(model.weight.grad.flatten(), mean.flatten(), dim=0)
+    return sync.quality()[-1].cosine, float(exact)
+
+
+def test_the_cosine_is_that_to_the_dense_gradient() -> None:
+    for reported, exact in syncline.run(cosine_by_hand, ranks=3, fabric="threads"):
+        assert reported == pytest.approx(exact, abs=0.02)
+        assert 0.2 < exact < 0.9
+
+
+def coding_times(fabric: syncline.Fabric, codec: str) -> tuple[float, float]:
+    model = nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 200)).square().sum().backward()
+        optimizer.step()
+    assert ("encoding" in str(sync.report())) == (codec != "none")
+    return sync.report().encode_s, sync.report().decode_s
+
+
+def test_totals_have_the_times_of_codecs() -> None:
+    for encode_s, decode_s in syncline.run(lambda f: coding_times(f, "int8"), ranks=2, fabric="threads"):
+        assert 0 < encode_s < 1
+        assert 0 < decode_s < 1
+    assert syncline.run(lambda f: coding_times(f, "none"), ranks=2, fabric="threads") == [(0.0, 0.0)] * 2

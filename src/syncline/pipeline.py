@@ -21,11 +21,14 @@ from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Decoder
 from syncline.codecs.feedback import Feedback, Units
 from syncline.codecs.none import NoCodec
+from syncline.codecs.timed import Timed
 from syncline.fabric.base import Fabric, Handle, Times
 from syncline.fabric.worker import Worker
 from syncline.guards.finite import is_finite
 from syncline.tracing.quality import Quality, Watch
 from syncline.tracing.spans import BucketSpan, Recorder
+
+MOST_SAMPLED = 1 << 16  # entries of a bucket
 
 
 @dataclass
@@ -37,7 +40,17 @@ class Coding:
     staged: State = field(default_factory=dict)
     decoder: Decoder | None = None
     said: int = 0
-    sampled: tuple[int, float] | None = None  # the step, and the norm of what was to be sent
+    encode_ns: int = 0
+    sample: Sample | None = None  # in the steps in which quality is looked at
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a bucket was before a codec had it, to compare with."""
+
+    step: int
+    norm: float  # of what was to be sent
+    dense: Tensor  # some entries of the mean over ranks, had all been sent
 
 
 @dataclass
@@ -161,17 +174,20 @@ class CodecPipeline(Pipeline):
         work = coding.work
         if work is not side.values:
             work.copy_(side.values)
+        dense = self.mean_of_some(work) if self.watch.is_due(step) else None
         if coded.feedback is not None:
             coded.feedback.add_to(work, coding.units)
         self.talk.collect(work)
         if not is_finite(work):
             side.bad.fill_(1)
             work.zero_()
-        if coded.feedback is not None and self.watch.is_due(step):
-            coding.sampled = (step, float(work.norm()))
+        if dense is not None:
+            coding.sample = Sample(step, float(work.norm()), dense)
         coding.staged = dict(coded.state)
         place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts)
-        coding.decoder, coding.said = self.talk.carry(self.codec, work, coding.staged, place)
+        codec = Timed(self.codec)
+        coding.decoder, coding.said = self.talk.carry(codec, work, coding.staged, place)
+        coding.encode_ns = codec.spent_ns
         self.fabric.all_reduce(side.tail, op="mean")
 
     def coded_of(self, bucket: Bucket) -> Coded:
@@ -201,20 +217,21 @@ class CodecPipeline(Pipeline):
         assert coding is not None
         assert coding.decoder is not None
         coded.state = coding.staged
-        self.take_sample(flight.number, coding)
+        left = float(coding.work.norm()) if coding.sample is not None else 0.0
         if coded.feedback is not None:
             coded.feedback.commit(coding.work, coding.units)
+        began_ns = monotonic_ns()
         coding.decoder(coding.work)
+        self.recorder.codings.append((coding.encode_ns, monotonic_ns() - began_ns))
+        if coding.sample is not None:
+            self.watch.add(quality_of(flight.number, coding.sample, left, coding.work))
         if coding.work is not flight.side.values:
             flight.side.values.copy_(coding.work)
         coding.decoder = None
 
-    def take_sample(self, number: int, coding: Coding) -> None:
-        """How much of a bucket was not sent, in the steps in which that is looked at."""
-        if coding.sampled is not None:
-            step, wanted = coding.sampled
-            left = float(coding.work.norm())
-            self.watch.add(Quality(step, number, left / max(wanted, 1e-30), left))
+    def mean_of_some(self, values: Tensor) -> Tensor:
+        """The dense mean over ranks, of some entries only: it is one more message."""
+        return self.fabric.all_reduce(some_of(values).clone(), op="mean")
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         kept: dict[str, Any] = {}
@@ -234,6 +251,17 @@ class CodecPipeline(Pipeline):
 
     def close(self) -> None:
         self.worker.close(drain=False)
+
+
+def some_of(values: Tensor) -> Tensor:
+    """Entries all over a bucket, at a distance that is odd, so that they are not all of one column."""
+    return values[:: (len(values) // MOST_SAMPLED) | 1]
+
+
+def quality_of(number: int, sample: Sample, left: float, mean: Tensor) -> Quality:
+    """How much was left out, and whether what came out points where it should."""
+    cosine = float(torch.cosine_similarity(some_of(mean), sample.dense, dim=0))
+    return Quality(sample.step, number, left / max(sample.norm, 1e-30), left, cosine)
 
 
 def wide(values: Tensor) -> Tensor:

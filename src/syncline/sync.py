@@ -179,7 +179,7 @@ class Sync:
         return mean_totals(list(self.recorder.steps)[-last:])
 
     def quality(self) -> list[Quality]:
-        """How much of each bucket its codec left out, sampled every 50 steps; empty without error feedback."""
+        """What each codec left out of each bucket and what it kept, sampled every 50 steps; empty without a codec."""
         return self.driver.quality() if self.driver is not None else []
 
     def staleness(self) -> Staleness:

@@ -46,13 +46,13 @@ CODECS: tuple[str, ...] = (
     "int8",
     "int4",
     "onebit",
-    "warmup:steps=50,codec=(onebit)",
+    "onebit:block=512",
     "topk:0.01",
     "warmup:steps=50,codec=(topk:0.01)",
     "randomk:0.01",
     "powersgd:4",
-    "dgc:0.001",
-    "dgc:0.01",
+    "dgc",
+    "dgc:masking=true",
 )
 MOMENTUM = 0.9
 SMALLEST_RATE = 0.1  # at the end, of the learning rate

@@ -30,7 +30,7 @@ from syncline.workloads.gpt import SHAPES, make_gpt
 from syncline.workloads.mlp import make_mlp
 from syncline.workloads.text import Batches, standard_library
 
-Name = Literal["alone", "ddp", "syncline", "syncline over gloo"]
+Name = Literal["alone", "ddp", "syncline", "syncline over gloo", "syncline topk"]
 NAMES: tuple[Name, ...] = ("alone", "ddp", "syncline", "syncline over gloo")
 Step = Callable[[int], None]
 
@@ -108,6 +108,8 @@ class Contender:
             self.sync = Sync(self.model, self.optimizer, fabric=fabrics["shm"])
         elif name == "syncline over gloo":
             self.sync = Sync(self.model, self.optimizer, fabric=fabrics["torch"])
+        elif name == "syncline topk":
+            self.sync = Sync(self.model, self.optimizer, fabric=fabrics["shm"], codec="topk:0.01")
         self.loss = workload.loss(trained)
 
     def step(self, number: int) -> None:
@@ -199,9 +201,14 @@ def watch_memory(fabric: Fabric, name: Name, workload: str) -> int:
     for number in range(4):
         contender.step(number)
     reducer = contender.sync.reducer if contender.sync else None
-    own = sum(bucket.side.flat.nbytes for bucket in reducer.layout.buckets) if reducer and name == "syncline" else 0
+    own = sum(bucket.side.flat.nbytes for bucket in reducer.layout.buckets) if reducer and fabrics_shared(name) else 0
     of_peers = max(resident_bytes("RssShmem") - own, 0) if own else 0  # buckets of others that this rank has touched
     return resident_bytes("VmHWM") - before - of_peers
+
+
+def fabrics_shared(name: Name) -> bool:
+    """Whether gradients are in memory that ranks share."""
+    return name in ("syncline", "syncline topk")
 
 
 def resident_bytes(field: str) -> int:

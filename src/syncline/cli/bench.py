@@ -272,7 +272,7 @@ def train(
             status.update(f"two ranks train: {workload}")
             times += compare_training(workload, repeats=repeats)
         status.update("peak memory")
-        trained: tuple[Name, ...] = ("ddp", "syncline", "syncline over gloo")
+        trained: tuple[Name, ...] = ("ddp", "syncline", "syncline over gloo", "syncline topk")
         memory = {name: peak_memory(name) for name in trained}
         status.update("a world of one")
         overhead = measure_overhead()

@@ -1,8 +1,9 @@
 """Deep gradient compression: top-k of momentum. Wire: that of top-k.
 
 The momentum is kept on each rank, before the selection (correction); an entry that was sent loses its momentum
-(masking); a gradient is clipped before it is added; and sparsity grows over the first steps (warm-up). The optimizer
-on top must be plain SGD without momentum. With ratio 1 and masking off it is momentum SGD. (Lin and others 2017)
+(masking, if asked for); a gradient is clipped before it is added; and sparsity grows over the first steps (warm-up).
+The optimizer on top must be plain SGD without momentum. With ratio 1 and masking off it is momentum SGD. Masking is
+for long trainings at 0.001: entries that are sent often have no momentum with it. (Lin and others 2017)
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class DGC(Codec):
 
     name: ClassVar[str] = "dgc"
     feedback: ClassVar[bool] = False  # type: ignore[misc]
-    keep: float = 0.001  # fraction of entries sent once warm
+    keep: float = 0.01  # fraction of entries sent once warm; smaller compresses more and needs longer training
     momentum: float = 0.9
     nesterov: bool = False
-    masking: bool = True  # an entry that was sent starts again without momentum
+    masking: bool = False  # an entry that was sent starts again without momentum, so those sent often have none
     clip: float = 0.0  # of the norm of a bucket's mean gradient; each rank clips at this over the root of W; 0 is never
     warmup: int = 100  # steps over which the fraction falls from 1/4 to what was asked for
     values: str = "fp32"

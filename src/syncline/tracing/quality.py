@@ -20,6 +20,7 @@ class Quality(NamedTuple):
     bucket: int
     relative_error: float  # what was not sent, over what was to be sent
     kept_norm: float
+    cosine: float = 1.0  # between what came out and the mean that it stands for, of some entries
 
 
 class Watch:

@@ -32,6 +32,8 @@ class StepSpan(NamedTuple):
     ended_ns: int
     skipped: bool
     buckets: tuple[BucketSpan, ...]
+    encode_ns: int = 0  # of codecs, without waiting for answers
+    decode_ns: int = 0
 
 
 class Recorder:
@@ -40,6 +42,7 @@ class Recorder:
     def __init__(self, steps: int = 1000) -> None:
         self.steps: deque[StepSpan] = deque(maxlen=steps)
         self.buckets: list[BucketSpan] = []
+        self.codings: list[tuple[int, int]] = []  # of buckets: how long encoding and decoding took
         self.began_ns = 0
 
     def begin(self, now_ns: int) -> None:
@@ -52,6 +55,8 @@ class Recorder:
 
     def end_step(self, now_ns: int, skipped: bool) -> None:
         """A step is over, and the next one begins."""
-        self.steps.append(StepSpan(self.began_ns, now_ns, skipped, tuple(self.buckets)))
+        codings, self.codings = self.codings, []
+        encode_ns, decode_ns = sum(one for one, _ in codings), sum(other for _, other in codings)
+        self.steps.append(StepSpan(self.began_ns, now_ns, skipped, tuple(self.buckets), encode_ns, decode_ns))
         self.buckets.clear()
         self.began_ns = now_ns

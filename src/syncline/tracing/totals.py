@@ -23,6 +23,8 @@ class Totals:
     nbytes: int  # of gradients, before any codec
     sent_bytes: int  # what a rank had to say about them
     skipped: int
+    encode_s: float = 0.0  # of codecs, whether hidden or not
+    decode_s: float = 0.0
 
     @property
     def exposed_share(self) -> float:
@@ -35,8 +37,14 @@ class Totals:
             f"exposed communication {format_seconds(self.exposed_s)} ({100 * self.exposed_share:.1f} %), "
             f"hidden {format_seconds(self.hidden_s)}, of both waiting for others {format_seconds(self.waiting_s)}; "
             f"{format_bytes(self.nbytes)} of gradients as {format_bytes(self.sent_bytes)}; "
-            f"{self.skipped} steps skipped"
+            f"{self.skipped} steps skipped{self.coding()}"
         )
+
+    def coding(self) -> str:
+        """What codecs took, if there were any."""
+        if not self.encode_s:
+            return ""
+        return f"; encoding {format_seconds(self.encode_s)}, decoding {format_seconds(self.decode_s)}"
 
 
 def totals_of(step: StepSpan) -> Totals:
@@ -55,6 +63,8 @@ def totals_of(step: StepSpan) -> Totals:
         nbytes=sum(span.nbytes for span in step.buckets),
         sent_bytes=sum(span.sent_bytes for span in step.buckets),
         skipped=int(step.skipped),
+        encode_s=step.encode_ns / 1e9,
+        decode_s=step.decode_ns / 1e9,
     )
 
 
@@ -73,4 +83,6 @@ def mean_totals(steps: Sequence[StepSpan]) -> Totals:
         nbytes=round(mean(one.nbytes for one in each)),
         sent_bytes=round(mean(one.sent_bytes for one in each)),
         skipped=sum(one.skipped for one in each),
+        encode_s=mean(one.encode_s for one in each),
+        decode_s=mean(one.decode_s for one in each),
     )
