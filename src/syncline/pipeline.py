@@ -217,9 +217,7 @@ class CodecPipeline(Pipeline):
             self.watch.add(Quality(step, number, left / max(wanted, 1e-30), left))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        kept: dict[str, Any] = {}
-        worth: dict[str, Any] = {}
-        state: dict[str, Any] = {}
+        kept, worth, state = (dict(self.saved.get(kind, {})) for kind in ("kept", "worth", "state"))
         for coded in self.coded.values():
             state |= {key: value.clone() for key, value in coded.state.items()}
             if coded.feedback is not None:
