@@ -53,13 +53,13 @@ class Reducer:
         named: Named,
         sparse_names: set[str],
         shape: Shape,
-        arrived: Callable[[Verdict, bool], None],
+        arrived: Callable[[Verdict], None],
         together: Callable[[], None],
     ) -> None:
         self.fabric = fabric
         self.pipeline = pipeline
         self.shape = shape
-        self.arrived = arrived  # told of the verdict when gradients have been handed out, and whether they are late
+        self.arrived = arrived  # told of the verdict when gradients have been handed out
         self.together = together  # what else ranks say to each other in a pass
         sides = 1 if shape.lags_after is None else 2
         self.layout = Layout(
@@ -291,7 +291,7 @@ class Reducer:
             for bucket in self.layout.buckets:
                 bucket.hand_out()
             self.is_tainted = self.is_tainted or verdict.failed
-        self.arrived(verdict, False)
+        self.arrived(verdict)
         return verdict
 
     def arrive_late(self) -> None:
@@ -310,7 +310,7 @@ class Reducer:
             self.layout.turn_for(late.number)
             for bucket in self.layout.buckets[: len(late.flights)]:
                 bucket.hand_out_all()
-        self.arrived(verdict, True)
+        self.arrived(verdict)
 
     def verdict_of(self, current: Pass) -> Verdict:
         """Known when all of it has arrived."""

@@ -141,7 +141,7 @@ class GradientDriver(Driver):
 
     # What ranks say to each other
 
-    def arrived(self, verdict: Verdict, is_late: bool) -> None:
+    def arrived(self, verdict: Verdict) -> None:
         """Gradients are at hand."""
         self.withholds = False
         self.any_active = bool(verdict.active)
@@ -150,7 +150,7 @@ class GradientDriver(Driver):
         factor = 1.0
         if self.divide_by == "active" and verdict.active:
             factor = self.reducer.fabric.world / len(verdict.active)
-        if is_late and self.replica.scaler is not None:
+        if self.reducer.has_means and self.replica.scaler is not None:  # of a pass that is late
             factor *= (1.0 if self.is_draining else self.replica.scaler.get_scale()) / self.scale
         if factor != 1.0:
             self.reducer.layout.scale(factor)
