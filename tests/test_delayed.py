@@ -80,16 +80,17 @@ def test_a_rank_that_evaluates_alone_is_equal_to_the_others_after_the_next_step(
         assert_alike([path[step] for path in ranks])
 
 
-def test_gradients_at_hand_are_used_by_an_evaluation_before_the_step() -> None:
-    """Nothing is applied twice, nothing is lost, and the ranks that do not evaluate do not notice."""
+def test_an_evaluation_before_the_step_changes_nothing() -> None:
+    """Gradients at hand are not overtaken by later ones."""
 
     def work(fabric: syncline.Fabric) -> tuple[Tensor, Tensor]:
         trainee = Trainee(fabric, "delayed", **DECAYING)
         trainee.train(3)
         trainee.optimizer.zero_grad()
         trainee.backward()
+        before = trainee.place()
         if fabric.rank == 0:
-            trainee.evaluated()
+            assert same_bits(trainee.evaluated(), before)
         trainee.update()
         trainee.step()
         return trainee.place(), trainee.drained()
@@ -107,7 +108,9 @@ def test_an_evaluation_between_two_backwards_loses_none_of_them() -> None:
             trainee.optimizer.zero_grad()
             trainee.backward()
             if number == 2 and evaluates and fabric.rank == 1:
+                own = [parameter.grad.clone() for parameter in trainee.model.parameters()]
                 trainee.evaluated()
+                assert all(map(same_bits, own, [parameter.grad for parameter in trainee.model.parameters()]))
             torch.autograd.backward(trainee.loss(100 + number))
             trainee.update()
         return trainee.drained()

@@ -308,7 +308,7 @@ def test_ranks_have_the_same_bits_when_they_have_met(case: Case, world: int) -> 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.mode} {case.codec}")
-@pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS))
+@pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS[::-1]))
 def test_ranks_that_are_processes_do_the_same(case: Case, fabric: str) -> None:
     world = 2
     number = CASES.index(case)
@@ -351,7 +351,7 @@ def test_every_parameter_is_in_exactly_one_fragment(blocks: list[int], has_own: 
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS))
+@pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS[::-1]))
 @pytest.mark.parametrize(
     ("mode", "codec", "place"),
     [

@@ -161,6 +161,24 @@ def test_buffers_are_those_of_rank_0_means_or_everyones_own(policy: str) -> None
             assert_close(one, other)
 
 
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "onebit"])
+@pytest.mark.parametrize("mode", ["local:every=1", "diloco:every=1,lr=1,momentum=0"])
+def test_how_far_ranks_have_come_is_what_was_said_and_what_is_kept(mode: str, codec: str) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, Tensor, Tensor]:
+        trainee = Trainee(fabric, mode, PLAIN, codec=codec)
+        began, walked = trainee.place(), torch.zeros_like(trainee.place())
+        for _ in range(12):
+            trainee.step()
+            walked += 0.1 * torch.cat([p.grad.flatten() for p in trainee.model.parameters()])
+        kept = trainee.sync.state_dict()["codec_state"]["kept"]
+        left = torch.cat([kept[name].flatten() for name, _ in trainee.model.named_parameters()])
+        return walked, began - trainee.place(), left
+
+    walked, moved, left = (torch.stack(each).double().mean(0) for each in zip(*on_ranks(work, 3), strict=True))
+    assert_close(moved + left, walked, 1e-5)
+    assert left.norm() > 1e-3 * walked.norm()
+
+
 def test_parameters_of_16_bits_are_measured_from_an_anchor_of_32() -> None:
     """Steps of less than a bit of bfloat16 add up in the anchor."""
 

@@ -81,8 +81,12 @@ class GradientDriver(Driver):
         self.reducer.before_step()
 
     def before_forward(self, *_: object) -> None:
-        """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten."""
-        if self.reducer.abandoned is not None or not self.replica.model.training:
+        """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten.
+
+        Between backward and step there are gradients at hand, which are not to be overtaken by later ones.
+        """
+        evaluates = not self.replica.model.training and not self.reducer.has_means
+        if evaluates or self.reducer.abandoned is not None:
             self.drain()
 
     def drain(self) -> None:
@@ -96,10 +100,7 @@ class GradientDriver(Driver):
             self.is_draining = False
 
     def drain_passes(self) -> None:
-        """The means at hand, a pass that failed here, and what is under way."""
-        if self.reducer.has_means and self.replica.scaler is not None:
-            self.reducer.layout.scale(1 / self.replica.scaler.get_scale())
-        self.use_means()
+        """A pass that failed here, and what is under way. Means at hand are the loop's, to be used or left out."""
         if self.reducer.abandoned is not None:
             self.reducer.complete_abandoned()
             self.use_means()
