@@ -234,9 +234,7 @@ class CodecPipeline(Pipeline):
         return self.fabric.all_reduce(some_of(values).clone(), op="mean")
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        kept: dict[str, Any] = {}
-        worth: dict[str, Any] = {}
-        state: dict[str, Any] = {}
+        kept, worth, state = (dict(self.saved.get(kind, {})) for kind in ("kept", "worth", "state"))
         for coded in self.coded.values():
             state |= {key: value.clone() for key, value in coded.state.items()}
             if coded.feedback is not None:

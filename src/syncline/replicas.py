@@ -133,9 +133,10 @@ def broadcast_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimi
 
 
 def average_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Take the means of what optimizers keep, if all ranks keep the same things; a rank that skipped steps may not."""
+    """Take the means of what optimizers keep, if all keep the same things; a rank that skipped steps may not."""
     kept = [(at, name, tensor) for at, name, tensor in optimizer_tensors(optimizers) if tensor.is_floating_point()]
-    text = repr([(at, name, tensor.dtype, tensor.shape) for at, name, tensor in kept])
+    finite = all(bool(torch.isfinite(tensor).all()) for _, _, tensor in kept)
+    text = repr([finite, *((at, name, tensor.dtype, tensor.shape) for at, name, tensor in kept)])
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
     digests = fabric.all_gather(torch.tensor([digest], device=fabric.device)).flatten().tolist()
     if len(set(digests)) > 1:

@@ -33,7 +33,17 @@ def choose_state(
             f"rank {rank} of {world} needs its own state, or those of all {saved_world} ranks that were saved; "
             f"these are of ranks {have}"
         )
-    return states[0] | {"codec_state": mean_state([state["codec_state"] for state in states])}
+    return merged(states)
+
+
+def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What ranks had in common, which the first has, and means of what each had: what codecs kept, and parameters."""
+    made = states[0] | {"codec_state": mean_state([state["codec_state"] for state in states])}
+    if "parameters" in made:
+        made["parameters"] = mean_state([{"": state["parameters"]} for state in states])[""]
+    if "gradients" in made:
+        made["gradients"] = merged([state["gradients"] for state in states])
+    return made
 
 
 def mean_state(states: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -6,11 +6,11 @@ that begin to need a gradient later get buckets of their own. The last of the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from syncline.buckets.assign import Item, assign
@@ -113,6 +113,17 @@ class Layout:
         """Let gradients go to the memory of this pass."""
         for bucket in self.buckets:
             bucket.turn_for(number)
+
+    @torch.no_grad()
+    def hand_out(self, gradients: Mapping[str, Tensor]) -> None:
+        """Put gradients from elsewhere in the memory of this pass, and give them to the parameters."""
+        for bucket in self.buckets:
+            bucket.side.values.zero_()
+            bucket.side.flags.copy_(torch.tensor([slot.name in gradients for slot in bucket.slots]))
+            for slot in bucket.slots:
+                if slot.name in gradients:
+                    slot.view.copy_(gradients[slot.name])
+            bucket.hand_out_all()
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""

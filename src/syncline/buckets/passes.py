@@ -46,29 +46,31 @@ class Pass:
 class KeptPass:
     """A pass that was under way when a checkpoint was made: its means, by parameter."""
 
+    number: int
     verdict: Verdict
     gradients: dict[str, Tensor]
 
     @classmethod
-    def of(cls, verdict: Verdict, flights: Sequence[Flight]) -> Self:
-        """Flights that have arrived."""
+    def of(cls, current: Pass, verdict: Verdict) -> Self:
+        """One whose flights have arrived."""
         gradients: dict[str, Tensor] = {}
-        for flight in flights:
+        for flight in current.flights:
             flags = flight.side.flags.tolist()
             for slot, view, flag in zip(flight.bucket.slots, flight.side.views, flags, strict=True):
                 if flag > 0:
                     gradients[slot.name] = view.clone()
-        return cls(verdict, gradients)
+        return cls(current.number, verdict, gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing but numbers and tensors."""
-        return asdict(self.verdict) | {"gradients": dict(self.gradients)}
+        return asdict(self.verdict) | {"number": self.number, "gradients": dict(self.gradients)}
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> Self:
         """From what was saved."""
         verdict = Verdict(saved["failed"], tuple(saved["bad"]), tuple(saved["active"]))
-        return cls(verdict, {name: gradient.clone() for name, gradient in saved["gradients"].items()})
+        gradients = {name: gradient.clone() for name, gradient in saved["gradients"].items()}
+        return cls(saved["number"], verdict, gradients)
 
 
 def write_verdict(bucket: Bucket, rank: int, failed: bool, has_data: bool) -> None:

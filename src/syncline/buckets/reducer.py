@@ -133,11 +133,19 @@ class Reducer:
                 "a backward pass failed and what was under way before it was not applied; call sync.drain() before "
                 "the next one, or call the model itself and not its parts"
             )
-        if self.has_means and self.under_way is not None:
+        if self.has_means and self.under_way is not None and self.still_has_means():
             raise ConfigError(
                 "a second backward pass came before the optimizer's step; with mode=delayed say accumulate=N, or wrap "
                 "all but the last in sync.no_sync()"
             )
+
+    def still_has_means(self) -> bool:
+        """Whether gradients that were handed out were not zeroed since, as they are by a loop that leaves out a step.
+
+        One that is not zero may be the one that has just come.
+        """
+        handed_out = [slot.view for slot in self.layout.slots if slot.parameter.grad is slot.view]
+        return sum(bool(view.any()) for view in handed_out) > 1
 
     def came_again(self, slot: Slot, current: Pass) -> None:
         """More gradients than in the first pass; too late if the bucket has left, because it would be torn."""
@@ -286,24 +294,23 @@ class Reducer:
         self.arrived(verdict)
         return verdict
 
-    def arrive_late(self) -> bool:
-        """Wait for the pass that is under way, and give its gradients to the parameters; whether there is one."""
+    def arrive_late(self) -> None:
+        """Wait for the pass that is under way, if there is one, and give its gradients to the parameters."""
         late, self.under_way = self.under_way, None
         self.drop_gradients()
+        self.has_means = late is not None
         if late is None:
-            return False
+            return
         if isinstance(late, KeptPass):
-            for slot in self.layout.slots:
-                slot.parameter.grad = late.gradients.get(slot.name)
             verdict = late.verdict
+            self.layout.turn_for(late.number)
+            self.layout.hand_out(late.gradients)
         else:
             verdict = self.verdict_of(late)
             self.layout.turn_for(late.number)
             for bucket in self.layout.buckets[: len(late.flights)]:
                 bucket.hand_out_all()
-        self.has_means = True
         self.arrived(verdict)
-        return True
 
     def verdict_of(self, current: Pass) -> Verdict:
         """Known when all of it has arrived."""
@@ -345,7 +352,7 @@ class Reducer:
     def saved_pass(self) -> dict[str, Any] | None:
         """What is under way, waited for, as it can be saved."""
         if isinstance(self.under_way, Pass):
-            return KeptPass.of(self.verdict_of(self.under_way), self.under_way.flights).state_dict()
+            return KeptPass.of(self.under_way, self.verdict_of(self.under_way)).state_dict()
         return self.under_way.state_dict() if self.under_way is not None else None
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -369,6 +376,16 @@ class Reducer:
         self.is_tainted = False
         self.has_means = False
         self.passes_before_step = self.passes
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """A step inside is none of the user's loop: what that has begun to accumulate, and its counts, stay."""
+        counts = self.backwards, self.passes_before_step, self.is_tainted and self.abandoned is None
+        own = [(slot.parameter, slot.parameter.grad) for slot in self.layout.slots] if self.has_unsent else []
+        yield
+        self.backwards, self.passes_before_step, self.is_tainted = counts
+        for parameter, gradient in own:
+            parameter.grad = gradient
 
     def close(self) -> None:
         """Stop watching."""

@@ -47,7 +47,7 @@ class DiLoCo(Mode):
     def __post_init__(self) -> None:
         check_period(self.name, self.every, self.warmup)
         if self.fragments < 1:
-            raise ConfigError(f"fragments={self.fragments} is less than 1")
+            raise ConfigError(f"fragments={self.fragments} is less than 1; try fragments=1, the whole model")
         if self.every % self.fragments:
             fitting = self.fragments * ceil(self.every / self.fragments)
             raise ConfigError(
@@ -55,11 +55,16 @@ class DiLoCo(Mode):
             )
         turn = self.every // self.fragments
         if not 0 <= self.delay < turn:
-            raise ConfigError(f"delay={self.delay} is not from 0 to below {turn} steps, which is every / fragments")
+            raise ConfigError(
+                f"delay={self.delay} is not from 0 to below {turn} steps, which is every / fragments; "
+                f"try delay={turn - 1}"
+            )
         if not 0 <= self.merge <= 1:
             raise ConfigError(f"merge={self.merge} is not from 0 to 1; try 0.5")
-        if self.lr <= 0 or not 0 <= self.momentum < 1:
-            raise ConfigError(f"lr={self.lr}, momentum={self.momentum}: lr is positive, momentum from 0 to below 1")
+        if self.lr <= 0:
+            raise ConfigError(f"lr={self.lr} is not positive; try diloco:lr=0.7")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum} is not from 0 to below 1; try diloco:momentum=0.9")
 
     def start(self, replica: Replica) -> PeriodicDriver:
         from syncline.modes.periodic import PeriodicDriver

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from syncline.buckets.parameters import sparse_names
 from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
@@ -37,9 +39,11 @@ class GradientDriver(Driver):
         if self.lags and sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which mode=delayed cannot delay; use mode=sync")
         shape = Shape(settings.first_bucket_bytes, settings.bucket_bytes, settings.accumulate, lags_after)
+        # What is under way while ranks compare themselves or settle their buffers needs an order of its own.
+        fabric = replica.fabric.sibling() if self.lags else replica.fabric
         self.reducer = Reducer(
-            replica.fabric,
-            replica.pipeline(replica.fabric),
+            fabric,
+            replica.pipeline(fabric),
             replica.named(),
             sparse,
             shape,
@@ -59,8 +63,10 @@ class GradientDriver(Driver):
         self.reducer.after_step()
 
     def after_round(self, skipped: bool) -> None:
+        self.withholds = False
         if self.lags:
             self.problem = ""
+        if self.lags and not self.is_draining:  # which is not done by all ranks at once
             self.compare(f"after step {self.reducer.passes}")
 
     @contextmanager
@@ -75,8 +81,12 @@ class GradientDriver(Driver):
         self.reducer.before_step()
 
     def before_forward(self, *_: object) -> None:
-        """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten."""
-        if self.reducer.abandoned is not None or not self.replica.model.training:
+        """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten.
+
+        Between backward and step there are gradients at hand, which are not to be overtaken by later ones.
+        """
+        evaluates = not self.replica.model.training and not self.reducer.has_means
+        if evaluates or self.reducer.abandoned is not None:
             self.drain()
 
     def drain(self) -> None:
@@ -84,14 +94,19 @@ class GradientDriver(Driver):
             return
         self.is_draining = True
         try:
-            if self.reducer.abandoned is not None:
-                self.reducer.complete_abandoned()
-                self.use_means()
-            while self.reducer.under_way is not None:
-                self.reducer.arrive_late()
-                self.use_means()
+            with self.reducer.between_steps():
+                self.drain_passes()
         finally:
             self.is_draining = False
+
+    def drain_passes(self) -> None:
+        """A pass that failed here, and what is under way. Means at hand are the loop's, to be used or left out."""
+        if self.reducer.abandoned is not None:
+            self.reducer.complete_abandoned()
+            self.use_means()
+        while self.reducer.under_way is not None:
+            self.reducer.arrive_late()
+            self.use_means()
 
     def finish(self) -> None:
         if self.lags:
@@ -118,27 +133,26 @@ class GradientDriver(Driver):
 
     def still_active(self) -> bool:
         """Take part in one pass without data; whether anybody had some."""
-        verdict = self.reducer.synchronize(has_data=False)
-        if verdict is None:
-            late = self.reducer.under_way
-            assert late is not None
+        if self.reducer.synchronize(has_data=False) is None:
+            self.compare(f"after step {self.reducer.passes}")  # as the others do, by the pass before
             self.reducer.arrive_late()
             self.reducer.drop_gradients()
-            self.reducer.has_means = False
+            self.reducer.has_means = self.withholds = False
         return self.any_active
 
     # What ranks say to each other
 
     def arrived(self, verdict: Verdict) -> None:
         """Gradients are at hand."""
+        self.withholds = False
         self.any_active = bool(verdict.active)
         self.last_active = verdict.active[0] if verdict.active else self.last_active
         self.everyone_active = len(verdict.active) == self.reducer.fabric.world
         factor = 1.0
         if self.divide_by == "active" and verdict.active:
             factor = self.reducer.fabric.world / len(verdict.active)
-        if self.lags and self.replica.scaler is not None:
-            factor *= self.replica.scaler.get_scale() / self.scale
+        if self.reducer.has_means and self.replica.scaler is not None:  # of a pass that is late
+            factor *= (1.0 if self.is_draining else self.replica.scaler.get_scale()) / self.scale
         if factor != 1.0:
             self.reducer.layout.scale(factor)
         self.new_gradients()
@@ -148,9 +162,17 @@ class GradientDriver(Driver):
         """All that ranks say to each other besides gradients; every rank comes by here in every pass."""
         if self.replica.scaler is not None:
             self.scale = self.replica.scaler.get_scale()
+            if self.reducer.under_way is not None and not self.reducer.has_means:
+                self.pretend()
         self.replica.settle_buffers(self.last_active)
         if not self.lags:
             self.compare(f"before step {self.reducer.passes}")
+
+    def pretend(self) -> None:
+        """A GradScaler wants gradients to look at, also in a step that changes nothing."""
+        self.withholds = True
+        for slot in self.reducer.layout.slots:
+            slot.parameter.grad = torch.zeros_like(slot.parameter)
 
     def compare(self, when: str) -> None:
         """Compare replicas, if it is time to."""
@@ -184,11 +206,16 @@ class GradientDriver(Driver):
     # To be saved and restored
 
     def state_dict(self) -> dict[str, Any]:
-        return {"layout": self.reducer.state_dict(), "codec_state": self.reducer.pipeline.state_dict()}
+        return {
+            "layout": self.reducer.state_dict(),
+            "codec_state": self.reducer.pipeline.state_dict(),
+            "scale": self.scale,
+        }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.reducer.restore(saved["layout"])
         self.reducer.pipeline.load_state_dict(saved["codec_state"])
+        self.scale = saved["scale"]
 
     def close(self) -> None:
         if self.hook is not None:

@@ -49,7 +49,7 @@ class LocalSGD(Mode):
         if self.growth < 1:
             raise ConfigError(f"growth={self.growth} is less than 1, but periods only grow; try local:growth=1.5")
         if self.longest and self.longest < self.every:
-            raise ConfigError(f"longest={self.longest} is less than every={self.every}")
+            raise ConfigError(f"longest={self.longest} is less than every={self.every}; try longest={self.every}")
 
     def start(self, replica: Replica) -> PeriodicDriver:
         from syncline.modes.periodic import PeriodicDriver

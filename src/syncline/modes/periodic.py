@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -53,11 +54,13 @@ class PeriodicDriver(Driver):
         self.meetings = 0
         self.length = period.every  # of the period that is running
         self.met_at = warmup  # the step of the last meeting
+        self.equal_at = warmup  # the step after which all ranks were last equal
         self.is_alone = False  # has no data any more
+        self.last_active = 0  # the lowest rank that had something to say at the last meeting of any
         self.is_draining = False  # all meet in one place
-        self.host: Fabric | None = None
-        self.gradients = self.start_gradients(within_hosts)
-        self.reducer = self.gradients.reducer if self.gradients is not None else None
+        self.host = self.own_host() if within_hosts else None
+        self.gradients: GradientDriver | None = None
+        self.start_gradients()
         trained = [(name, p) for name, p in replica.named() if p.requires_grad]
         self.exchange = Exchange(replica, split(trained, period.fragments))
         self.anchors: dict[str, Tensor] = {}
@@ -68,19 +71,25 @@ class PeriodicDriver(Driver):
         if replica.scaler is not None:
             self.count_updates(replica.scaler)
 
-    def start_gradients(self, within_hosts: bool) -> GradientDriver | None:
-        """In the first steps gradients are averaged over all ranks, or always over those of a host."""
+    def own_host(self) -> Fabric:
+        """The ranks that average gradients in every step."""
+        fabric = self.replica.fabric
+        return fabric.subgroup(next(host for host in fabric.hosts if fabric.rank in host))
+
+    def start_gradients(self) -> None:
+        """In the warm-up gradients are averaged over all ranks, after it over those of a host, or not at all."""
+        if self.gradients is not None:
+            self.gradients.close()
+        self.gradients = self.reducer = None
         replica = self.replica
-        if within_hosts:
-            mine = next(list(host) for host in replica.fabric.hosts if replica.fabric.rank in host)
-            self.host = replica.fabric.subgroup(mine)
+        if self.steps >= self.warmup:
+            if self.host is None:
+                return
             settings = replace(replica.settings, codec=NoCodec())
             replica = replace(replica, fabric=self.host, settings=settings, collective="auto")
-        elif not self.warmup:
-            return None
-        driver = GradientDriver(replica)
-        driver.new_gradients = lambda: self.new_gradients()
-        return driver
+        self.gradients = GradientDriver(replica)
+        self.gradients.new_gradients = lambda: self.new_gradients()
+        self.reducer = self.gradients.reducer
 
     def count_updates(self, scaler: torch.amp.GradScaler) -> None:
         """A step that the scaler leaves out counts as well: the other ranks have made theirs."""
@@ -91,7 +100,7 @@ class PeriodicDriver(Driver):
             self.count()
 
         scaler.update = update_and_count  # type: ignore[method-assign]
-        self.uncount = lambda: setattr(scaler, "update", update)
+        self.uncount = lambda: delattr(scaler, "update")
 
     # In the user's loop
 
@@ -135,9 +144,7 @@ class PeriodicDriver(Driver):
 
     def end_warmup(self) -> None:
         """From here on ranks train alone."""
-        if self.gradients is not None and self.host is None:
-            self.gradients.close()
-            self.gradients = self.reducer = None
+        self.start_gradients()
         self.drop_anchors()
 
     @torch.no_grad()
@@ -163,9 +170,20 @@ class PeriodicDriver(Driver):
             self.leave()
         if since == turn:
             self.arrive()
-            self.met_at = self.steps
-            if self.meetings % self.period.fragments == 0:
-                self.length = self.period.next(self.length)
+            self.end_turn()
+
+    def end_turn(self) -> None:
+        """Count from here; when all fragments have had their turns, the next period begins."""
+        self.met_at = self.steps
+        if self.meetings % self.period.fragments == 0:
+            self.length = self.period.next(self.length)
+        if self.meets_in_one_place:
+            self.equal_at = self.steps
+
+    @property
+    def meets_in_one_place(self) -> bool:
+        """Whether all ranks are equal after a meeting."""
+        return self.period.fragments == 1 and not self.period.merge
 
     def next_fragment(self) -> Fragment:
         """Whose turn it is."""
@@ -174,10 +192,21 @@ class PeriodicDriver(Driver):
     @torch.no_grad()
     def leave(self) -> None:
         """Send off what this rank has to say about the next fragment."""
+        self.refuse_unfrozen()
         fragment = self.next_fragment()
         contributes = not self.is_alone and all(is_finite(slot.parameter) for slot in fragment.slots)
         self.exchange.leave(fragment, self.fill, contributes)
         self.under_way = fragment
+
+    def refuse_unfrozen(self) -> None:
+        """A parameter that nobody averages would be another one on every rank."""
+        known = {slot.name for fragment in self.exchange.fragments for slot in fragment.slots}
+        for name, parameter in self.replica.named():
+            if parameter.requires_grad and name not in known:
+                raise ConfigError(
+                    f"{name} needs a gradient now, but was frozen when this Sync was made, so ranks would not average "
+                    f"it; close() it before unfreezing and make another"
+                )
 
     def fill(self, slot: Slot) -> None:
         """What this rank contributes: where it is, or how far it has come."""
@@ -192,6 +221,7 @@ class PeriodicDriver(Driver):
         active = self.take_kept() if self.kept is not None else self.take_arrived()
         self.meetings += 1
         if active:
+            self.last_active = active[0]
             self.settle_optimizers()
             self.replica.settle_buffers(active[0])
             self.compare()
@@ -213,9 +243,9 @@ class PeriodicDriver(Driver):
         """From a checkpoint."""
         kept, self.kept = self.kept, None
         assert kept is not None
-        rates = self.replica.learning_rates()
-        for slot in self.next_fragment().slots:
-            if slot.name in kept["means"]:
+        if kept["active"]:
+            rates = self.replica.learning_rates()
+            for slot in self.next_fragment().slots:
                 self.move(slot, kept["means"][slot.name], rates.get(slot.name, 0.0), kept["contributed"])
         return tuple(kept["active"])
 
@@ -242,35 +272,43 @@ class PeriodicDriver(Driver):
     def compare(self) -> None:
         """Where all meet in one place and have been there, they have the same bits."""
         every = self.replica.settings.check_every
-        alike = self.period.fragments == 1 and not self.period.merge
-        if alike and every and self.meetings % every == 0:
+        if self.meets_in_one_place and every and self.meetings % every == 0:
             self.replica.compare(f"after meeting {self.meetings}", optimizers=False)
 
     def drain(self) -> None:
         """Meet now, with every fragment, wherever in its period it is; all ranks are equal after that."""
-        if self.steps <= self.warmup:
+        if self.steps < self.warmup or self.steps == self.equal_at:
             return
         self.is_draining = True
-        for _ in range(self.period.fragments):
-            if self.under_way is None and self.kept is None:
-                self.leave()
-            self.arrive()
-        self.is_draining = False
-        self.met_at = self.steps
+        try:
+            for _ in range(self.period.fragments):
+                if self.under_way is None and self.kept is None:
+                    self.leave()
+                self.arrive()
+        finally:
+            self.is_draining = False
+        self.met_at = self.equal_at = self.steps
+
+    def divide(self, divide_by: DivideBy) -> None:
+        """Means are over the ranks that have something to say, whatever is asked for."""
+        if self.steps < self.warmup or self.period.fragments > 1 or self.period.delay or self.host is not None:
+            raise ConfigError(
+                "join() needs a mode without fragments, delay and within_hosts, after its warm-up; give all ranks "
+                "equally many batches, or use mode=sync"
+            )
 
     def keep_company(self, divide_by: DivideBy) -> None:
-        if self.steps < self.warmup or self.period.fragments > 1 or self.period.delay:
-            raise ConfigError("join() needs a mode without fragments or delay, after its warm-up; use sync.drain()")
-        last = 0
-        while True:
+        """Meet whenever the others do, the first time with what was learned since the last meeting."""
+        self.is_alone = self.steps == self.met_at
+        is_over = False
+        while not is_over:
             self.leave()
-            active = self.arrive()
-            if not active:
-                break
-            last = active[0]
+            is_over = not self.arrive()
+            self.end_turn()
             self.is_alone = True
         self.is_alone = False
-        broadcast_optimizers(self.replica.fabric, self.replica.optimizers, last)
+        self.equal_at = self.steps
+        broadcast_optimizers(self.replica.fabric, self.replica.optimizers, self.last_active)
 
     def pipelines(self) -> list[Pipeline]:
         return [*super().pipelines(), self.exchange.pipeline]
@@ -284,12 +322,14 @@ class PeriodicDriver(Driver):
             "rounds": self.exchange.rounds,
             "length": self.length,
             "met_at": self.met_at,
+            "equal_at": self.equal_at,
             "under_way": self.saved_fragment(),
             "codec_state": self.exchange.pipeline.state_dict(),
             "anchors": {name: anchor.clone() for name, anchor in self.anchors.items()},
             "momenta": {name: one.clone() for name, one in self.outer.momenta.items()} if self.outer else {},
             "parameters": {name: p.detach().clone() for name, p in self.replica.named()},
-            "optimizers": [optimizer.state_dict() for optimizer in self.replica.optimizers],
+            "buffers": {name: buffer.clone() for name, buffer in self.replica.model.named_buffers()},
+            "optimizers": deepcopy([optimizer.state_dict() for optimizer in self.replica.optimizers]),
         }
         if self.gradients is not None:
             saved["gradients"] = self.gradients.state_dict()
@@ -309,7 +349,8 @@ class PeriodicDriver(Driver):
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.steps, self.meetings = saved["steps"], saved["meetings"]
-        self.length, self.met_at, self.kept = saved["length"], saved["met_at"], saved["under_way"]
+        self.length, self.met_at, self.equal_at = saved["length"], saved["met_at"], saved["equal_at"]
+        self.kept, self.under_way = saved["under_way"], None
         self.exchange.rounds = saved["rounds"]
         self.exchange.pipeline.load_state_dict(saved["codec_state"])
         self.anchors = {name: anchor.clone() for name, anchor in saved["anchors"].items()}
@@ -317,18 +358,13 @@ class PeriodicDriver(Driver):
             self.outer.momenta = {name: one.clone() for name, one in saved["momenta"].items()}
         for name, parameter in self.replica.named():
             parameter.copy_(saved["parameters"][name])
+        for name, buffer in self.replica.model.named_buffers():
+            buffer.copy_(saved["buffers"][name])
         for optimizer, state in zip(self.replica.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
-        if self.gradients is not None and self.steps >= self.warmup:
-            self.end_warmup_as_saved()
-        if self.gradients is not None and "gradients" in saved:
+            optimizer.load_state_dict(deepcopy(state))
+        self.start_gradients()
+        if self.gradients is not None:
             self.gradients.load_state_dict(saved["gradients"])
-
-    def end_warmup_as_saved(self) -> None:
-        """The warm-up was over when the state was saved."""
-        if self.host is None and self.gradients is not None:
-            self.gradients.close()
-            self.gradients = self.reducer = None
 
     uncount = staticmethod(lambda: None)
 
