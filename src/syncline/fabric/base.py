@@ -59,7 +59,7 @@ class Fabric(ABC):
     name: ClassVar[str]
     latency_s: ClassVar[float] = 150e-6  # of one message: what `auto` assumes
     bytes_per_s: ClassVar[float] = 1e9  # of one link: what `auto` assumes
-    segment_bytes: ClassVar[int] = 4 << 20  # larger has fewer messages, smaller overlaps better
+    segment_bytes: int = 4 << 20  # larger has fewer messages, smaller overlaps better
     has_engine: ClassVar[bool] = False  # an all-reduce of its own, that `collective="engine"` names
     receives_ahead: bool = True  # receives may be posted before the sends that leave at the same time
     grain_bytes: ClassVar[int] = 4096  # chunks are cut at multiples of it; small buffers have fewer chunks

@@ -72,7 +72,7 @@ class ShmFabric(Fabric):
     """One rank of a group that shares memory."""
 
     name: ClassVar[str] = "shm"
-    segment_bytes: ClassVar[int] = 256 << 10
+    segment_bytes: int = 256 << 10
 
     def __init__(
         self,

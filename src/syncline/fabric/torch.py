@@ -27,6 +27,8 @@ from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
 from syncline.fabric.messages import MessageFabric
 
+BETWEEN_HOSTS_BYTES = 256 << 10  # of a segment: a slow link is kept busy while the owner of a slice adds
+
 
 class TorchFabric(MessageFabric):
     """One rank of a torch.distributed process group."""
@@ -54,6 +56,8 @@ class TorchFabric(MessageFabric):
         self.inquest = Inquest(chosen, rank, world)
         self.board = Board(chosen, rank)
         self.hosts = self._meet()
+        if len(self.hosts) > 1:
+            self.segment_bytes = BETWEEN_HOSTS_BYTES
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> TorchPending:
         try:
