@@ -8,12 +8,6 @@
 
 namespace syncline {
 
-// A matrix of `rows` x `columns`, row by row.
-struct MatrixShape {
-  size_t rows, columns;
-};
-constexpr size_t max_factors = 64;
-
 struct CodecTable {
   // Integers of 8 or 4 bits: the largest of a block becomes 127 or 7. `noise` in [0, 1) rounds at random; null rounds to nearest.
   void (*quantize)(float* scales, uint8_t* codes, const float* values, const float* noise, size_t count, size_t block, int bits);
@@ -25,11 +19,6 @@ struct CodecTable {
 
   // Writes the positions whose magnitude, as the bits of a float, is at least `least`; returns how many, at most `room`.
   size_t (*collect)(uint32_t* positions, size_t room, const float* values, size_t count, uint32_t least);
-
-  // Products with thin matrices, which are given by columns: `factors` rows, each as long as the matrix is wide or high.
-  void (*times_right)(float* left, const float* matrix, MatrixShape, const float* right, size_t factors);
-  void (*times_left)(float* right, const float* matrix, MatrixShape, const float* left, size_t factors);
-  void (*subtract_product)(float* matrix, MatrixShape, const float* left, const float* right, size_t factors);
 };
 
 const CodecTable& codec_kernels();                               // the best that this processor can run

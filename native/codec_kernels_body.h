@@ -166,51 +166,10 @@ size_t collect(uint32_t* positions, size_t room, const float* values, size_t cou
   return found;
 }
 
-float dot(const float* a, const float* b, size_t count) {
-  float sums[lanes] = {};
-  size_t i = 0;
-  for (; i + lanes <= count; i += lanes)
-    for (size_t k = 0; k < lanes; ++k) sums[k] += a[i + k] * b[i + k];
-  for (size_t k = 0; i < count; ++i, ++k) sums[k] += a[i] * b[i];
-  float total = 0;
-  for (size_t k = 0; k < lanes; ++k) total += sums[k];
-  return total;
-}
-
-void times_right(float* left, const float* matrix, MatrixShape shape, const float* right, size_t factors) {
-  for (size_t row = 0; row < shape.rows; ++row)
-    for (size_t k = 0; k < factors; ++k)
-      left[k * shape.rows + row] = dot(matrix + row * shape.columns, right + k * shape.columns, shape.columns);
-}
-
-void times_left(float* right, const float* matrix, MatrixShape shape, const float* left, size_t factors) {
-  for (size_t i = 0; i < factors * shape.columns; ++i) right[i] = 0;
-  for (size_t row = 0; row < shape.rows; ++row)
-    for (size_t k = 0; k < factors; ++k) {
-      const float weight = left[k * shape.rows + row];
-      const float* from = matrix + row * shape.columns;
-      float* to = right + k * shape.columns;
-#pragma GCC ivdep
-      for (size_t i = 0; i < shape.columns; ++i) to[i] += weight * from[i];
-    }
-}
-
-void subtract_product(float* matrix, MatrixShape shape, const float* left, const float* right, size_t factors) {
-  for (size_t row = 0; row < shape.rows; ++row) {
-    float* to = matrix + row * shape.columns;
-    for (size_t k = 0; k < factors; ++k) {
-      const float weight = left[k * shape.rows + row];
-      const float* from = right + k * shape.columns;
-#pragma GCC ivdep
-      for (size_t i = 0; i < shape.columns; ++i) to[i] -= weight * from[i];
-    }
-  }
-}
-
 }  // namespace
 
 extern const CodecTable codec_table;
-const CodecTable codec_table = {quantize, dequantize, pack_signs, unpack_signs, collect, times_right, times_left, subtract_product};
+const CodecTable codec_table = {quantize, dequantize, pack_signs, unpack_signs, collect};
 
 }  // namespace SYNCLINE_KERNELS
 }  // namespace syncline

@@ -37,17 +37,31 @@ Vector load(const float* from) {
 
 void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
 
-// Calls `body` with 4 rows at a time, and then with one: `body(row, Count<4>())`.
+// A number that the compiler knows, used as any other.
 template <size_t Number>
-struct Count {
+struct Known {
   static constexpr size_t value = Number;
+  constexpr operator size_t() const { return Number; }
 };
+
+// Calls `body` with the number of factors; the usual ones are known, which unrolls its loops.
+template <class Body>
+void with_factors(size_t factors, const Body& body) {
+  switch (factors) {
+    case 1: return body(Known<1>());
+    case 2: return body(Known<2>());
+    case 4: return body(Known<4>());
+    default: return body(factors);
+  }
+}
+
+// Calls `body` with 4 rows at a time, and then with one: `body(row, Known<4>())`.
 
 template <class Body>
 void for_rows(size_t rows, const Body& body) {
   size_t row = 0;
-  for (; row + rows_at_a_time <= rows; row += rows_at_a_time) body(row, Count<rows_at_a_time>());
-  for (; row < rows; ++row) body(row, Count<1>());
+  for (; row + rows_at_a_time <= rows; row += rows_at_a_time) body(row, Known<rows_at_a_time>());
+  for (; row < rows; ++row) body(row, Known<1>());
 }
 
 float sum_of_lanes(const float* partial) {
@@ -89,8 +103,8 @@ void times_right(float* left, const float* matrix, MatrixSize size, const float*
 }
 
 // right += these rows, each times its weight: from the first to the last.
-template <size_t Rows>
-void add_rows(float* right, const float* matrix, MatrixSize size, const float* left, size_t factors) {
+template <size_t Rows, class Factors>
+void add_rows(float* right, const float* matrix, MatrixSize size, const float* left, Factors factors) {
   const size_t whole = size.columns / width * width;
   for (size_t i = 0; i < whole; i += width) {
     Vector some[Rows];
@@ -109,8 +123,10 @@ void add_rows(float* right, const float* matrix, MatrixSize size, const float* l
 
 void times_left(float* right, const float* matrix, MatrixSize size, const float* left, size_t factors) {
   for (size_t i = 0; i < factors * size.columns; ++i) right[i] = 0;
-  for_rows(size.rows, [&](size_t row, auto rows) {
-    add_rows<rows.value>(right, matrix + row * size.columns, size, left + row, factors);
+  with_factors(factors, [&](auto known) {
+    for_rows(size.rows, [&](size_t row, auto rows) {
+      add_rows<rows.value>(right, matrix + row * size.columns, size, left + row, known);
+    });
   });
 }
 
@@ -126,7 +142,8 @@ template <size_t Rows, size_t Vectors>
 struct Product {
   Vector sums[Rows][Vectors] = {};
 
-  Product(const float* left, const float* right, MatrixSize size, size_t factors) {
+  template <class Factors>
+  Product(const float* left, const float* right, MatrixSize size, Factors factors) {
     for (size_t k = 0; k < factors; ++k)
       for (size_t v = 0; v < Vectors; ++v) {
         const Vector some = load(right + k * size.columns + v * width);
@@ -135,8 +152,8 @@ struct Product {
   }
 };
 
-template <size_t Rows>
-void subtract_from_rows(float* matrix, MatrixSize size, const float* left, const float* right, size_t factors) {
+template <size_t Rows, class Factors>
+void subtract_from_rows(float* matrix, MatrixSize size, const float* left, const float* right, Factors factors) {
   constexpr size_t vectors = line / width;
   const size_t whole = size.columns / line * line;
   for (size_t i = 0; i < whole; i += line) {
@@ -153,8 +170,10 @@ void subtract_from_rows(float* matrix, MatrixSize size, const float* left, const
 }
 
 void subtract_product(float* matrix, MatrixSize size, const float* left, const float* right, size_t factors) {
-  for_rows(size.rows, [&](size_t row, auto rows) {
-    subtract_from_rows<rows.value>(matrix + row * size.columns, size, left + row, right, factors);
+  with_factors(factors, [&](auto known) {
+    for_rows(size.rows, [&](size_t row, auto rows) {
+      subtract_from_rows<rows.value>(matrix + row * size.columns, size, left + row, right, known);
+    });
   });
 }
 
@@ -174,8 +193,8 @@ void finish_streaming() {
 }
 
 // A row at a time, because rows differ in where their cache lines begin; whole lines, because those are streamed best.
-template <class Put>
-void write_row(float* out, MatrixSize size, const float* left, const float* right, size_t factors, const Put& put) {
+template <class Factors, class Put>
+void write_row(float* out, MatrixSize size, const float* left, const float* right, Factors factors, const Put& put) {
   const size_t before_line = -(reinterpret_cast<uintptr_t>(out) / sizeof(float)) % line;
   const size_t head = before_line < size.columns ? before_line : size.columns;
   for (size_t i = 0; i < head; ++i) out[i] = product_at(left, right + i, size, factors);
@@ -189,8 +208,10 @@ void write_row(float* out, MatrixSize size, const float* left, const float* righ
 
 void write_product(float* out, MatrixSize size, const float* left, const float* right, size_t factors) {
   const auto write = [&](const auto& put) {
-    for (size_t row = 0; row < size.rows; ++row)
-      write_row(out + row * size.columns, size, left + row, right, factors, put);
+    with_factors(factors, [&](auto known) {
+      for (size_t row = 0; row < size.rows; ++row)
+        write_row(out + row * size.columns, size, left + row, right, known, put);
+    });
   };
   if (size.rows * size.columns * sizeof(float) < streamed_bytes) {
     write([](float* to, Vector vector) { store(to, vector); });

@@ -68,35 +68,3 @@ TEST(signs_and_magnitudes_come_back) {
       }
   });
 }
-
-TEST(products_with_thin_matrices_are_right) {
-  for_each_table([](const CodecTable& table) {
-    for (const MatrixShape shape : {MatrixShape{1, 1}, MatrixShape{5, 33}, MatrixShape{40, 17}, MatrixShape{0, 3}})
-      for (const size_t factors : {1, 2, 5}) {
-        const auto matrix = noise(shape.rows * shape.columns, 1);
-        const auto right = noise(factors * shape.columns, 2), left = noise(factors * shape.rows, 3);
-        std::vector<float> rows(factors * shape.rows), columns(factors * shape.columns), rest = matrix;
-        table.times_right(rows.data(), matrix.data(), shape, right.data(), factors);
-        table.times_left(columns.data(), matrix.data(), shape, left.data(), factors);
-        table.subtract_product(rest.data(), shape, left.data(), right.data(), factors);
-        for (size_t k = 0; k < factors; ++k) {
-          for (size_t i = 0; i < shape.rows; ++i) {
-            double sum = 0;
-            for (size_t j = 0; j < shape.columns; ++j) sum += double(matrix[i * shape.columns + j]) * right[k * shape.columns + j];
-            CHECK(std::fabs(rows[k * shape.rows + i] - sum) < 1e-4);
-          }
-          for (size_t j = 0; j < shape.columns; ++j) {
-            double sum = 0;
-            for (size_t i = 0; i < shape.rows; ++i) sum += double(matrix[i * shape.columns + j]) * left[k * shape.rows + i];
-            CHECK(std::fabs(columns[k * shape.columns + j] - sum) < 1e-4);
-          }
-        }
-        for (size_t i = 0; i < shape.rows; ++i)
-          for (size_t j = 0; j < shape.columns; ++j) {
-            double sum = matrix[i * shape.columns + j];
-            for (size_t k = 0; k < factors; ++k) sum -= double(left[k * shape.rows + i]) * right[k * shape.columns + j];
-            CHECK(std::fabs(rest[i * shape.columns + j] - sum) < 1e-4);
-          }
-      }
-  });
-}
