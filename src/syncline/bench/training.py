@@ -89,6 +89,7 @@ def sgd(model: nn.Module) -> Optimizer:
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt": partial(gpt_workload, "20M", 8),
+    "gpt, larger batch": partial(gpt_workload, "20M", 32),
     "mlp": partial(mlp_workload, 4),
 }
 

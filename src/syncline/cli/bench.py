@@ -257,18 +257,23 @@ def network_table(rate: str, count: int, rows: list[NetworkRow]) -> Table:
 @app.command()
 def train(
     repeats: Annotated[int, typer.Option(help="Turns of three steps each, of which the median is taken.")] = 7,
+    workloads: Annotated[str, typer.Option(help=f"Of {'; '.join(WORKLOADS)}: separated by ;")] = ";".join(WORKLOADS),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Training steps on two ranks: no synchronization, DDP over Gloo, and ours through shared memory and Gloo.
 
-    `syncline bench train`
+    `syncline bench train --workloads "gpt;mlp"`
     """
     if repeats < 1:
         raise ConfigError(f"--repeats {repeats} is less than 1")
+    chosen = [name.strip() for name in workloads.split(";")]
+    for name in chosen:
+        if name not in WORKLOADS:
+            raise UnknownName("workload", name, WORKLOADS)
     status = Console(stderr=True).status("starting", spinner="dots")
     with status:
         times = []
-        for workload in WORKLOADS:
+        for workload in chosen:
             status.update(f"two ranks train: {workload}")
             times += compare_training(workload, repeats=repeats)
         status.update("peak memory")
