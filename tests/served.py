@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -558,8 +558,8 @@ def survive(fabric: syncline.Fabric, mode: str, strike: Strike, steps: int, fold
     return model.first.detach().clone(), took_s
 
 
-def lose_a_server(fabric: syncline.Fabric, mode: str, victim: int, folder: str) -> Outcome:
-    """A server is killed while all others train."""
+def lose_a_server(fabric: syncline.Fabric, mode: str, victim: int) -> Outcome:
+    """A server is killed while all others train: what they are told, after how long, with the time to close."""
     model = Line()
     optimizer = SGD(model.parameters(), lr=RATE)
     sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
@@ -576,5 +576,6 @@ def lose_a_server(fabric: syncline.Fabric, mode: str, victim: int, folder: str) 
             optimizer.step()
 
     found = outcome_of(train)
-    Path(folder, str(fabric.rank)).touch()
-    return found
+    began = time.monotonic()
+    sync.close()
+    return replace(found, seconds=found.seconds + time.monotonic() - began)

@@ -582,8 +582,8 @@ def test_a_worker_that_is_stopped_holds_up_the_others_until_the_deadline(
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("fabric", ["shm", "torch"])
 @pytest.mark.parametrize(("mode", "victim"), [("async:apart=true", 2), ("async", 0), ("bounded:ahead=1,servers=2", 1)])
-def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, victim: int, tmp_path: Path) -> None:
-    work = partial(lose_a_server, mode=mode, victim=victim, folder=str(tmp_path))
+def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, victim: int) -> None:
+    work = partial(lose_a_server, mode=mode, victim=victim)
     with pytest.raises(RankFailed) as failed:
         syncline.run(work, ranks=3, fabric=fabric, deadlines=DEADLINES, keep_going=True)
     assert set(failed.value.failures) == {victim}

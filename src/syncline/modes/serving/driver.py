@@ -16,7 +16,7 @@ from syncline.buckets.parameters import sparse_names
 from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
 from syncline.codecs.codec import Codec
-from syncline.errors import ConfigError, PairingError, SynclineError
+from syncline.errors import ConfigError, FabricError, PairingError, SynclineError
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
 from syncline.modes.serving.attendant import Attendant
@@ -53,6 +53,7 @@ class ServedDriver(Driver):
         self.rank = replica.fabric.rank
         self.steps = 0
         self.problem = ""
+        self.failure: FabricError | None = None  # of a server, after which there is no talking to any
         self.marks: dict[int, tuple[int, float]] = {}  # of the gradients of buckets, when backward had ended
         sparse = sparse_names(replica.model)
         if sparse:
@@ -204,10 +205,25 @@ class ServedDriver(Driver):
         self.talk(lambda: self.commit(good=not skipped), f"step {self.steps}")
 
     def talk(self, work: Callable[[], None], what: str) -> None:
-        """Let the thread that talks to servers do something, and wait for it."""
+        """Let the thread that talks to servers do something, and wait for it.
+
+        When it fails, links may be in the middle of an exchange: they are broken, and it fails again from then on.
+        """
+        if self.failure is not None:
+            raise self.failure
         waited_from_ns = monotonic_ns()
-        self.push.submit(work, what).wait()
+        try:
+            self.push.submit(work, what).wait()
+        except FabricError as error:
+            self.failure = error
+            self.break_links()
+            raise
         self.replica.recorder.waited(waited_from_ns, monotonic_ns())
+
+    def break_links(self) -> None:
+        """Servers drop this worker."""
+        for link in self.links.values():
+            link.close()
 
     def commit(self, good: bool) -> None:
         """Tell all servers that the step is complete, and take their parameters."""
@@ -349,8 +365,7 @@ class ServedDriver(Driver):
         self.close()
 
     def close(self) -> None:
-        for link in self.links.values():
-            link.close()
+        self.break_links()
         for attendant in self.attendants:
             attendant.close()
         self.attendants.clear()
