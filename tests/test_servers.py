@@ -53,11 +53,13 @@ from training import Words, frozen_below, mlp
 import syncline
 from syncline.codecs.codec import Part
 from syncline.codecs.registry import codec_of
-from syncline.errors import ConfigError, CorruptMessage, PairingError, PeerError, RankFailed
+from syncline.errors import ConfigError, CorruptMessage, PairingError, PeerError, PeerLost, RankFailed
 from syncline.modes.serving import client as client_module
 from syncline.modes.serving import coders as coders_module
+from syncline.modes.serving import link as link_module
 from syncline.modes.serving.clock import Clock
 from syncline.modes.serving.coders import Coder, Mirror
+from syncline.modes.serving.link import FabricLink, Kind, Message
 from syncline.modes.serving.speech import pack, unpack
 
 CPU = torch.device("cpu")
@@ -78,7 +80,7 @@ def threshold(staleness: int) -> float:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_pushes_in_strict_turn_are_as_stale_as_there_are_other_workers(world: int) -> None:
-    rounds, found = 600 // world, {}
+    rounds, found = 400 // world, {}
     for part in (0.98, 1.02):
         rate = part * threshold(world - 1)
         work = partial(in_turn, turns=Turns(world), mode="async:share=false", rate=rate, rounds=rounds)
@@ -91,8 +93,8 @@ def test_pushes_in_strict_turn_are_as_stale_as_there_are_other_workers(world: in
             first = {} if rank == world - 1 else {rank: 1}  # nobody had pushed before the first turn of rank 0
             assert staleness == {**first, world - 1: rounds - len(first)}
         found[part] = max(abs(path[-1]) for path, _ in by_rank)
-    assert found[0.98] < 0.3
-    assert found[1.02] > 3.0
+    assert found[0.98] < 0.6
+    assert found[1.02] > 1.8
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 4])
@@ -303,7 +305,7 @@ def test_waiting_for_slow_workers_has_no_deadline_as_long_as_they_are_heard_of(m
 
 
 def test_a_nan_discards_the_push_of_its_worker_alone() -> None:
-    def work(fabric: syncline.Fabric) -> Tensor:
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, int]:
         model = Line()
         optimizer = SGD(model.parameters(), lr=RATE)
         sync = syncline.Sync(model, optimizer, fabric=fabric, mode="async:share=false,servers=2")
@@ -312,11 +314,12 @@ def test_a_nan_discards_the_push_of_its_worker_alone() -> None:
             model(float("nan") if (fabric.rank, step) == (1, 2) else slope_of(fabric.rank)).backward()
             optimizer.step()
         sync.drain()
-        found = model.first.detach().clone()
+        found, version = model.first.detach().clone(), sync.driver.server.version
         sync.close()
-        return found
+        return found, version
 
-    for found in syncline.run(work, ranks=2, fabric="threads"):
+    for found, version in syncline.run(work, ranks=2, fabric="threads"):
+        assert version == 7
         assert torch.equal(found, torch.full((3,), START - RATE * (4 * slope_of(0) + 3 * slope_of(1))))
 
 
@@ -381,7 +384,7 @@ def test_a_mirror_is_what_the_worker_has_and_comes_to_the_parameters(text: str) 
     start, goal = torch.zeros(numel), torch.randn(numel, generator=torch.Generator().manual_seed(1))
     mirror, ear, mine = Mirror(Coder(codec_of(text), parts, CPU, 3), start), Coder(codec_of(text), parts, CPU, 3), start
     mine = mine.clone()
-    for step in range(60):
+    for step in range(40):
         mine += ear.hear(mirror.changes(goal, step), step, CPU)
         assert torch.equal(mine, mirror.flat)
     assert (mine - goal).norm() < (0.9 if text.startswith(("topk:0.01", "powersgd", "rules")) else 0.2) * goal.norm()
@@ -593,6 +596,24 @@ def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, v
         assert issubclass(getattr(syncline.errors, outcome.kind), PeerError)
         assert f"server on rank {victim}" in outcome.message
         assert outcome.seconds < DEADLINES.operation
+
+
+def test_a_server_that_is_lost_during_a_push_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the world: it is rank 0 of the pair."""
+    send = link_module.FabricLink.send
+
+    def sent(self: FabricLink, message: Message, deadline_s: float | None = None) -> None:
+        if message.kind == Kind.PUSH and message.step == 2:
+            raise PeerLost(0, "gone")
+        send(self, message, deadline_s)
+
+    monkeypatch.setattr(link_module.FabricLink, "send", sent)
+    with pytest.raises(RankFailed) as failed:
+        syncline.run(Descent("async:apart=true", (3,)), ranks=2, fabric="threads")
+    error = failed.value.failures[0]
+    assert isinstance(error, PeerLost)
+    assert error.rank == 1
+    assert "the server on rank 1" in str(error)
 
 
 @pytest.mark.slow
