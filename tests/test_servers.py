@@ -292,6 +292,28 @@ def test_a_worker_that_was_away_has_the_parameters_of_today_and_nobody_waited(mo
     assert max(took_s for _, _, took_s in found) < 1.0
 
 
+def test_after_a_meeting_all_workers_are_as_far() -> None:
+    """One made two steps before it and the other six; after it each makes four, in lockstep."""
+
+    def work(fabric: syncline.Fabric) -> Tensor:
+        model = Line()
+        optimizer = SGD(model.parameters(), lr=RATE)
+        sync = syncline.Sync(model, optimizer, fabric=fabric, mode=LOCKSTEP)
+        for steps in ((2, 6)[fabric.rank], 4):
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(slope_of(fabric.rank)).backward()
+                optimizer.step()
+            sync.drain()
+        found = model.first.detach().clone()
+        sync.close()
+        return found
+
+    both = (slope_of(0) + slope_of(1)) / 2
+    for found in syncline.run(work, ranks=2, fabric="threads"):
+        assert torch.equal(found, torch.full((3,), START - RATE * (6 * both + 4 * slope_of(1))))
+
+
 @pytest.mark.parametrize("mode", ["async:share=false", LOCKSTEP])
 def test_waiting_for_slow_workers_has_no_deadline_as_long_as_they_are_heard_of(mode: str) -> None:
     """A worker waits in drain() for longer than the deadline, while the other one makes many short steps."""
