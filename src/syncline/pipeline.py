@@ -81,6 +81,8 @@ class Flight:
 class Pipeline:
     """Starts buckets in order and waits for them."""
 
+    waits_for_ranks = True  # that produce the same bucket
+
     def __init__(self, fabric: Fabric, collective: str, recorder: Recorder) -> None:
         self.fabric = fabric
         self.collective = collective

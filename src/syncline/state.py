@@ -33,12 +33,13 @@ def choose_state(
             f"rank {rank} of {world} needs its own state, or those of all {saved_world} ranks that were saved; "
             f"these are of ranks {have}"
         )
-    return merged(states)
+    return merged(sorted(states, key=lambda state: int(state["rank"])))
 
 
 def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What ranks had in common, which the first has, and means of what each had: what codecs kept, and parameters."""
-    made = states[0] | {"codec_state": mean_state([state["codec_state"] for state in states])}
+    kept = [state["codec_state"] for state in states if state["codec_state"]]  # of servers there is none
+    made = states[0] | {"codec_state": mean_state(kept or [{}])}
     if "parameters" in made:
         made["parameters"] = mean_state([{"": state["parameters"]} for state in states])[""]
     if "gradients" in made:

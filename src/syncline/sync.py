@@ -192,8 +192,7 @@ class Sync:
             "version": STATE_VERSION,
             "rank": 0,
             "world": 1,
-            "mode": text_of_mode(self.settings.mode),
-            "codec": text_of_codec(self.settings.codec),
+            **self._lasting(),
         }
         if self.driver is not None and self.fabric is not None:
             saved |= {"rank": self.fabric.rank, "world": self.fabric.world} | self.driver.state_dict()
@@ -207,8 +206,11 @@ class Sync:
         states = [saved] if isinstance(saved, dict) else list(saved)
         if self.driver is None or self.fabric is None:
             return
-        settings = {"mode": text_of_mode(self.settings.mode), "codec": text_of_codec(self.settings.codec)}
-        self.driver.load_state_dict(choose_state(states, self.fabric.rank, self.fabric.world, settings))
+        self.driver.load_state_dict(choose_state(states, self.fabric.rank, self.fabric.world, self._lasting()))
+
+    def _lasting(self) -> dict[str, str]:
+        """What must be the same when a run goes on."""
+        return {"mode": text_of_mode(self.settings.mode.lasting()), "codec": text_of_codec(self.settings.codec)}
 
     @property
     def reducer(self) -> Reducer | None:

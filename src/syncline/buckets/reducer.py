@@ -340,6 +340,8 @@ class Reducer:
         try:
             yield
         except PeerError as error:
+            if not self.pipeline.waits_for_ranks:
+                raise
             names = [[slot.name for slot in slots] for slots in self.layout.planned()]
             raise explain(error, self.passes, bucket, names, self.fabric.note_of(error.rank)) from None
 

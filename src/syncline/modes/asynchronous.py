@@ -18,11 +18,12 @@ Paper: Dean et al., Large scale distributed deep networks (2012); Zheng et al., 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from syncline.codecs.codec import Codec
+from syncline.codecs.composed import Composed
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, PairingError
 from syncline.modes.mode import Mode
@@ -69,9 +70,15 @@ class AsyncSGD(Mode):
     def pull_codec(self, push: Codec) -> Codec:
         """For parameters."""
         chosen = push if self.pull == "same" else codec_of(self.pull)
-        if chosen.name == "dgc" or getattr(chosen, "vote", False):
+        inner = chosen
+        while isinstance(inner, Composed):
+            inner = inner.inner()
+        if inner.name == "dgc" or getattr(inner, "vote", False) or getattr(inner, "scaled", False):
             raise PairingError(
-                f"{chosen.name} says nothing of sizes or adds momentum, so parameters need another codec; "
+                f"{inner.name} says nothing of sizes, scales them or adds momentum, so parameters need another codec; "
                 f"try pull=topk:0.01"
             )
         return chosen
+
+    def lasting(self) -> Mode:
+        return replace(self, servers=1, apart=False)

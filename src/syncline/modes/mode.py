@@ -31,6 +31,10 @@ class Mode(ABC):
     def start(self, replica: Replica) -> Driver:
         """Begin, on every rank."""
 
+    def lasting(self) -> Mode:
+        """What must be the same when a run goes on from a checkpoint."""
+        return self
+
 
 class Driver:
     """A mode at work on one rank."""

@@ -22,6 +22,7 @@ from syncline.pipeline import parts_of
 
 log = logging.getLogger(__name__)
 IS_GOOD, IS_MAPPED = 1, 2  # flags of a commit
+AWAY_S = 30 * 24 * 3600.0  # a worker that has left need not say anything
 
 
 class Attendant:
@@ -56,6 +57,7 @@ class Attendant:
             Kind.ENTER: self.enter,
             Kind.PUSH: self.stage,
             Kind.COMMIT: self.commit,
+            Kind.PULL: self.pull_only,
             Kind.MEET: self.meet,
             Kind.SAVE: self.save,
             Kind.LOAD: self.load,
@@ -63,7 +65,9 @@ class Attendant:
         }
         try:
             while True:
-                message = self.link.receive()
+                message = self.link.receive(None if self.worker in self.server.workers else AWAY_S)
+                if message.kind not in acts:
+                    raise CorruptMessage(f"rank {self.worker} said {message.kind.name} where nothing was asked")
                 acts[message.kind](message)
         except FabricError as error:
             log.info("rank %d serves rank %d no longer: %s", self.server.rank, self.worker, error)
@@ -91,14 +95,18 @@ class Attendant:
 
     def stage(self, message: Message) -> None:
         """Gradients of a bucket: those of all its parameters, and which of them the worker has."""
+        if message.number not in self.buckets:
+            raise CorruptMessage(f"rank {self.worker} pushed bucket {message.number}, which is not served here")
         self.server.stage(self.worker, message.number, partial(self.decode, message))
 
     def decode(self, message: Message) -> Gradients:
         """By parameter."""
         slots = self.buckets[message.number]
         count = len(slots)
+        numel = sum(slot.parameter.numel() for slot in slots)
+        if len(message.payload) < numel + count and len(message.body) < count:
+            raise CorruptMessage(f"rank {self.worker} pushed too little for {numel} gradients of {count} parameters")
         if len(message.payload):
-            numel = sum(slot.parameter.numel() for slot in slots)
             values, flags = message.payload[:numel], message.payload[numel : numel + count]
         else:
             flags = message.body[:count]
@@ -111,38 +119,54 @@ class Attendant:
 
     def commit(self, message: Message) -> None:
         """Apply what was staged, let the worker wait for its turn, and give it the parameters."""
-        good, mapped = bool(message.flag & IS_GOOD), bool(message.flag & IS_MAPPED)
-        staleness = self.server.commit(self.worker, message.step, good, read_words(message.body))
-        self.server.wait_for_turn(self.worker)
-        self.give(staleness, mapped, exactly=False)
+        before = {number: ear.state for number, ear in self.ears.items()}
+        staleness = self.server.commit(
+            self.worker, message.step, bool(message.flag & IS_GOOD), read_words(message.body)
+        )
+        self.wait(lambda: self.server.clock.may_go_on(self.worker))
+        if not self.server.applied:  # then the worker keeps its state too
+            for number, state in before.items():
+                self.ears[number].state = state
+        self.give(message, self.server.applied, staleness)
+
+    def pull_only(self, message: Message) -> None:
+        """Give the parameters when the worker may go on."""
+        self.server.catch_up(self.worker, message.step)
+        self.wait(lambda: self.server.clock.may_go_on(self.worker))
+        self.give(message, message.step)
 
     def meet(self, message: Message) -> None:
         """Give the parameters when all workers are here, to the last bit."""
-        with self.server.changed:
-            self.server.clock.tick(self.worker, message.step)
-        self.server.meet(self.worker)
-        self.give(0, bool(message.flag & IS_MAPPED), exactly=True)
+        number = self.server.meet(self.worker, message.step)
+        self.wait(lambda: self.server.meetings >= number)
+        self.give(message, self.server.clock.steps.get(self.worker, message.step), exactly=True)
 
-    def give(self, staleness: int, mapped: bool, exactly: bool) -> None:
+    def wait(self, until: Callable[[], bool]) -> None:
+        """For other workers. Those that are silent for too long are dropped; until then this one is told to wait."""
+        while not self.server.wait(until, self.server.deadline_s / 4):
+            self.link.send(Message(Kind.WAIT))
+
+    def give(self, asked: Message, step: int, staleness: int = 0, exactly: bool = False) -> None:
         """Give the parameters, as a worker can take them."""
-        if mapped:
-            self.link.send(Message(Kind.ANSWER, flag=staleness))
+        if asked.flag & IS_MAPPED:
+            self.link.send(Message(Kind.ANSWER, step=step, flag=staleness))
             self.expect(Kind.READ)
+            hold_s = self.server.deadline_s / 4  # less than other workers wait
             with self.server.changed:  # the worker does nothing else now, so this does not take long
-                self.link.send(Message(Kind.ANSWER, self.server.read(self.worker)))
-                self.expect(Kind.TAKEN)
+                self.link.send(Message(Kind.ANSWER, self.server.read(self.worker)), hold_s)
+                self.expect(Kind.TAKEN, hold_s)
             return
         with self.server.changed:
             version = self.server.read(self.worker)
             copies = {number: shelf.flat.clone() for number, shelf in self.server.shelves.items()}
         self.told += 1
-        self.link.send(Message(Kind.ANSWER, version, flag=staleness))
+        self.link.send(Message(Kind.ANSWER, version, step, staleness))
         for number, flat in copies.items():
             self.link.send(self.told_of(number, flat, exactly))
 
-    def expect(self, kind: Kind) -> None:
+    def expect(self, kind: Kind, deadline_s: float | None = None) -> None:
         """The worker has one thing to say here."""
-        message = self.link.receive()
+        message = self.link.receive(deadline_s)
         if message.kind != kind:
             raise CorruptMessage(f"rank {self.worker} said {message.kind.name} where {kind.name} was due")
 
@@ -167,7 +191,7 @@ class Attendant:
     def leave(self, message: Message) -> None:
         """The worker is done, for now."""
         self.link.send(Message(Kind.ANSWER))  # before a server that nobody needs any more may end
-        self.server.leave(self.worker)
+        self.server.leave(self.worker, comes_back=bool(message.flag))
 
     def close(self) -> None:
         """End the thread."""

@@ -6,8 +6,7 @@ Everything here happens in the one thread that talks to servers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +14,9 @@ from torch import Tensor
 
 from syncline.buckets.bucket import Slot, view_like
 from syncline.codecs.codec import Codec, State
-from syncline.errors import PeerError
 from syncline.modes.serving.attendant import IS_GOOD, IS_MAPPED
 from syncline.modes.serving.coders import Coder, seed_of
-from syncline.modes.serving.link import Kind, Link, Message, read_words, words_of
+from syncline.modes.serving.link import Kind, Link, Message, naming_server, read_words, words_of
 from syncline.modes.serving.shelf import map_of_another
 from syncline.pipeline import parts_of
 
@@ -47,10 +45,10 @@ class Client:
 
     def enter(self, states: Mapping[int, State]) -> int:
         """Come, with the states of the codecs of pushes; returns the clock to go on from."""
-        with self.naming_server():
+        with naming_server(self.link):
             mine = {number: state for number, state in states.items() if number in self.buckets}
             self.link.send(Message(Kind.ENTER, body=words_of(mine)))
-            answer = self.link.receive()
+            answer = self.answer()
         process, descriptors = read_words(answer.body)
         if self.same_machine and not self.maps:
             self.map_all(process, descriptors)
@@ -66,26 +64,43 @@ class Client:
 
     def commit(self, step: int, good: bool, groups: Tensor) -> None:
         """The gradients of a step are complete."""
-        with self.naming_server():
+        with naming_server(self.link):
             flag = IS_GOOD * good + IS_MAPPED * self.is_mapped
             self.link.send(Message(Kind.COMMIT, step=step, flag=flag, body=groups))
 
     def ask_to_meet(self, step: int) -> None:
         """Wait for the other workers."""
-        with self.naming_server():
+        with naming_server(self.link):
             self.link.send(Message(Kind.MEET, step=step, flag=IS_MAPPED * self.is_mapped))
 
-    def take(self) -> None:
-        """Take the parameters that the server gives."""
-        with self.naming_server():
-            answer = self.link.receive()
-            self.staleness.append(answer.flag)
+    def ask_to_pull(self, step: int) -> None:
+        """Parameters without a gradient."""
+        with naming_server(self.link):
+            self.link.send(Message(Kind.PULL, step=step, flag=IS_MAPPED * self.is_mapped))
+
+    def take_committed(self) -> bool:
+        """Take the parameters after a commit; whether it was applied."""
+        answer = self.take()
+        self.staleness.append(answer.flag)
+        return bool(answer.step)
+
+    def take(self) -> Message:
+        """Take the parameters that the server gives, and what it says about them."""
+        with naming_server(self.link):
+            answer = self.answer()
             if self.is_mapped:
                 self.read_in_place()
-                return
+                return answer
             self.version = answer.number
             for _ in self.buckets:
                 self.take_bucket(self.link.receive())
+        return answer
+
+    def answer(self) -> Message:
+        """What the server has to say, which may take long if others are slow."""
+        while (message := self.link.receive()).kind == Kind.WAIT:
+            pass
+        return message
 
     def read_in_place(self) -> None:
         """One copy, from the server's memory to the parameters."""
@@ -109,34 +124,22 @@ class Client:
 
     def save(self) -> dict[str, Any]:
         """What a checkpoint needs of the server, as it was when all workers met last."""
-        with self.naming_server():
+        with naming_server(self.link):
             self.link.send(Message(Kind.SAVE))
             saved: dict[str, Any] = read_words(self.link.receive().body)
         return saved
 
     def load(self, saved: dict[str, Any]) -> None:
         """Let the server go on from a checkpoint."""
-        with self.naming_server():
+        with naming_server(self.link):
             self.link.send(Message(Kind.LOAD, body=words_of(saved)))
             self.link.receive()
 
-    def leave(self) -> None:
+    def leave(self, comes_back: bool) -> None:
         """Say goodbye."""
-        with self.naming_server():
-            self.link.send(Message(Kind.LEAVE))
+        with naming_server(self.link):
+            self.link.send(Message(Kind.LEAVE, flag=comes_back))
             self.link.receive()
-
-    @contextmanager
-    def naming_server(self) -> Iterator[None]:
-        """Errors of a pair say who is meant in the world."""
-        try:
-            yield
-        except PeerError as error:
-            raise type(error)(
-                self.link.peer,
-                f"the server on rank {self.link.peer} does not answer: it is lost with its parameters, or has "
-                f"given up on this worker for being late; resume from the last checkpoint. [{error.message}]",
-            ) from None
 
 
 @torch.no_grad()

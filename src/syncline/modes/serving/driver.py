@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
-from syncline.buckets.bucket import Slot
+import torch
+
+from syncline.buckets.bucket import Side, Slot
 from syncline.buckets.layout import group_slots
 from syncline.buckets.parameters import sparse_names
 from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
 from syncline.codecs.codec import Codec
-from syncline.errors import ConfigError, PairingError, SynclineError
+from syncline.errors import ConfigError, FabricError, PairingError, SynclineError
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
 from syncline.modes.serving.attendant import Attendant
@@ -27,6 +29,7 @@ from syncline.modes.serving.shards import Roles, deal
 from syncline.modes.staleness import Staleness
 from syncline.pipeline import Pipeline
 
+MARK_ELEMENTS = 1 << 16  # that are looked at to see whether gradients have changed
 LOOK_S = 0.5  # a server that has nothing else to do looks for Ctrl-C so often
 
 
@@ -50,7 +53,8 @@ class ServedDriver(Driver):
         self.rank = replica.fabric.rank
         self.steps = 0
         self.problem = ""
-        self.versions: dict[int, int] = {}  # of the memory of buckets, when backward had ended
+        self.failure: FabricError | None = None  # of a server, after which there is no talking to any
+        self.marks: dict[int, tuple[int, float]] = {}  # of the gradients of buckets, when backward had ended
         sparse = sparse_names(replica.model)
         if sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which servers do not take; use mode=sync")
@@ -126,9 +130,7 @@ class ServedDriver(Driver):
     def start_pushing(self) -> PushPipeline:
         """Watch gradients, and push buckets as they become full."""
         replica, settings = self.replica, self.replica.settings
-        push = PushPipeline(
-            replica.fabric, replica.recorder, self.links, self.server_of, settings.codec, settings.seed, replica.units
-        )
+        push = PushPipeline(replica, self.links, self.server_of)
         most = self.bucket_bytes()
         shape = Shape(min(settings.first_bucket_bytes, most), most, settings.accumulate, fixed=True)
         self.reducer = Reducer(replica.fabric, push, replica.named(), set(), shape, self.arrived, together=lambda: None)
@@ -141,24 +143,33 @@ class ServedDriver(Driver):
             raise ConfigError(
                 f"rank {self.rank} is a server and does not train; write `if not sync.serve():` before the loop"
             )
+        self.refuse_scaled()
         self.reducer.before_step()
         if self.has_left:
             self.talk(self.enter, "entering again")
         self.push_what_changed(self.reducer)
         return self.problem
 
+    def refuse_scaled(self) -> None:
+        """A fused optimizer unscales gradients itself, where servers cannot see by how much."""
+        if any(getattr(optimizer, "grad_scale", None) is not None for optimizer in self.replica.optimizers):
+            raise ConfigError(
+                "servers need unscaled gradients; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+
     def arrived(self, verdict: Verdict) -> None:
         """A backward pass has ended, and its gradients are at the servers, staged."""
         assert self.reducer is not None
         self.new_gradients()
-        self.versions = {bucket.number: bucket.side.flat._version for bucket in self.reducer.layout.buckets}
+        if not self.push.holds:
+            self.marks = {bucket.number: mark_of(bucket.side) for bucket in self.reducer.layout.buckets}
         self.problem = self.what_is_wrong(verdict.failed, verdict.bad)
 
     def what_is_wrong(self, failed: bool, bad: tuple[int, ...]) -> str:
         """With this worker's gradients."""
         if failed:
             return "the backward pass failed"
-        if bad and self.replica.settings.nonfinite != "ignore":
+        if bad:
             names = ", ".join(slot.name for slot in self.buckets[bad[0]][:3])
             return f"the gradient of one of {names} is not finite on rank {self.rank}"
         return ""
@@ -170,7 +181,7 @@ class ServedDriver(Driver):
             moved = any(
                 slot.parameter.grad is not slot.view for slot in bucket.slots if slot.parameter.grad is not None
             )
-            changed |= moved or bucket.side.flat._version != self.versions.get(bucket.number)
+            changed = changed or moved or mark_of(bucket.side) != self.marks.get(bucket.number)
         if not changed:
             return
         self.push.holds = False
@@ -192,28 +203,41 @@ class ServedDriver(Driver):
     def after_round(self, skipped: bool) -> None:
         self.steps += 1
         self.talk(lambda: self.commit(good=not skipped), f"step {self.steps}")
-        self.push.settle(good=not skipped)
 
     def talk(self, work: Callable[[], None], what: str) -> None:
-        """Let the thread that talks to servers do something, and wait for it."""
+        """Let the thread that talks to servers do something, and wait for it.
+
+        When it fails, links may be in the middle of an exchange: they are broken, and it fails again from then on.
+        """
+        if self.failure is not None:
+            raise self.failure
         waited_from_ns = monotonic_ns()
-        self.push.submit(work, what).wait()
+        try:
+            self.push.submit(work, what).wait()
+        except FabricError as error:
+            self.failure = error
+            self.break_links()
+            raise
         self.replica.recorder.waited(waited_from_ns, monotonic_ns())
+
+    def break_links(self) -> None:
+        """Servers drop this worker."""
+        for link in self.links.values():
+            link.close()
 
     def commit(self, good: bool) -> None:
         """Tell all servers that the step is complete, and take their parameters."""
         groups = words_of(groups_of(self.replica.optimizers))
         for client in self.clients.values():
             client.commit(self.steps, good, groups)
-        for client in self.clients.values():
-            client.take()
+        applied = {server for server, client in self.clients.items() if client.take_committed()}
+        self.push.settle(applied if good else set())
 
     def meet(self) -> None:
-        """Wait until all workers are here, and take the parameters: all are equal then."""
+        """Wait until all workers are here, and take the parameters: all are equal then, and as far."""
         for client in self.clients.values():
             client.ask_to_meet(self.steps)
-        for client in self.clients.values():
-            client.take()
+        self.steps = max(client.take().step for client in self.clients.values())
 
     def enter(self) -> None:
         """Come, or come again; the clock is that of the slowest."""
@@ -222,12 +246,12 @@ class ServedDriver(Driver):
             self.steps = max(client.enter(states), 0 if self.has_left else self.steps)
         self.has_left = False
 
-    def leave(self) -> None:
+    def leave(self, comes_back: bool = False) -> None:
         """Nobody waits for this worker any more."""
         if not self.has_left:
             self.has_left = True
             for client in self.clients.values():
-                client.leave()
+                client.leave(comes_back)
 
     # What the user calls
 
@@ -242,7 +266,7 @@ class ServedDriver(Driver):
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        self.talk(self.leave, "leaving")
+        self.talk(lambda: self.leave(comes_back=True), "leaving")
         try:
             yield
         finally:
@@ -251,9 +275,9 @@ class ServedDriver(Driver):
 
     def pull(self) -> None:
         """Take the parameters as they are, without a gradient."""
-        groups = words_of(groups_of(self.replica.optimizers))
         for client in self.clients.values():
-            client.commit(self.steps, False, groups)
+            client.ask_to_pull(self.steps)
+        for client in self.clients.values():
             client.take()
 
     def drain(self) -> None:
@@ -278,10 +302,11 @@ class ServedDriver(Driver):
 
     def state_dict(self) -> dict[str, Any]:
         """Workers meet; the first of them saves what the servers have."""
-        saved: dict[str, Any] = {"steps": self.steps, "codec_state": {}, "shards": {}}
-        if not self.is_worker:
+        saved: dict[str, Any] = {"steps": 0, "passes": 0, "codec_state": {}, "shards": {}}
+        if self.reducer is None:
             return saved
         self.drain()
+        saved |= {"steps": self.steps, "passes": self.reducer.passes}
         if self.rank == self.plan.roles.workers[0]:
             self.talk(lambda: saved["shards"].update(self.fetch()), "saving")
         saved["codec_state"] = self.push.state_dict()
@@ -303,9 +328,10 @@ class ServedDriver(Driver):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """The worker that has the state of the servers gives it to them; all take the parameters."""
-        if not self.is_worker:
+        if self.reducer is None:
             return
         self.steps = saved["steps"]
+        self.reducer.passes = self.reducer.passes_before_step = saved["passes"]
         self.push.load_state_dict(saved["codec_state"])
         self.talk(lambda: self.restore(saved["shards"]), "loading")
 
@@ -339,8 +365,7 @@ class ServedDriver(Driver):
         self.close()
 
     def close(self) -> None:
-        for link in self.links.values():
-            link.close()
+        self.break_links()
         for attendant in self.attendants:
             attendant.close()
         self.attendants.clear()
@@ -348,3 +373,11 @@ class ServedDriver(Driver):
             self.reducer.close()
         if self.server is not None:
             self.server.close()
+
+
+def mark_of(side: Side) -> tuple[int, float]:
+    """Changes when gradients do: torch counts changes, except by `GradScaler`, which multiplies all of them."""
+    values = side.values
+    wide = torch.promote_types(values.dtype, torch.float32)
+    size = torch.linalg.vector_norm(values[:: max(1, len(values) // MARK_ELEMENTS)], dtype=wide).item()
+    return side.flat._version, size or torch.linalg.vector_norm(values, dtype=wide).item()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import pickle
 import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from syncline.errors import CorruptMessage, PeerAborted, PeerStalled
+from syncline.errors import CorruptMessage, PeerAborted, PeerError, PeerStalled
 from syncline.fabric.base import Fabric
 from syncline.modes.serving.speech import DTYPES
 
@@ -37,6 +39,8 @@ class Kind(IntEnum):
     PARAMETERS = 9  # of one bucket
     READ = 10  # let nobody change the parameters while this worker reads them; answered
     TAKEN = 11  # it has read them
+    PULL = 12  # parameters without a gradient, for a worker that has come; answered with them
+    WAIT = 13  # the answer takes long, because others are slow
 
 
 class Message(NamedTuple):
@@ -55,10 +59,10 @@ class Link(Protocol):
 
     peer: int  # in the world
 
-    def send(self, message: Message) -> None:
-        """Send, and see that it has been taken."""
+    def send(self, message: Message, deadline_s: float | None = None) -> None:
+        """Send, and see that it has been taken; the deadline is that of the fabric unless given."""
 
-    def receive(self) -> Message:
+    def receive(self, deadline_s: float | None = None) -> Message:
         """Wait for the next message."""
 
     def close(self) -> None:
@@ -73,17 +77,17 @@ class FabricLink:
         self.peer = peer
         self.other = 1 - fabric.rank
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, deadline_s: float | None = None) -> None:
         kind, number, step, flag, body, payload = message
         code = DTYPES.index(payload.dtype)
         head = torch.tensor([kind, number, step, flag, len(body), code, len(payload), 0])
         sends = [(head, self.other)]
         sends += [(tensor.contiguous(), self.other) for tensor in (body, payload) if len(tensor)]
-        self.fabric.post(sends, []).wait()
+        self.fabric.post(sends, []).wait(deadline_s)
 
-    def receive(self) -> Message:
+    def receive(self, deadline_s: float | None = None) -> Message:
         head = torch.zeros(HEAD_WORDS, dtype=torch.int64)
-        self.fabric.post([], [(head, self.other)]).wait()
+        self.fabric.post([], [(head, self.other)]).wait(deadline_s)
         kind, number, step, flag, words, code, length, _ = head.tolist()
         if kind not in iter(Kind) or min(words, length) < 0 or code not in range(len(DTYPES)):
             raise CorruptMessage(f"{head.tolist()} is no head of a message")
@@ -116,14 +120,15 @@ class LocalLink:
             end.deadline_s = deadline_s
         return ends
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, deadline_s: float | None = None) -> None:
         self.outbox.put(message)
 
-    def receive(self) -> Message:
+    def receive(self, deadline_s: float | None = None) -> Message:
+        patience_s = deadline_s or self.deadline_s
         try:
-            message = self.inbox.get(timeout=self.deadline_s)
+            message = self.inbox.get(timeout=patience_s)
         except queue.Empty:
-            raise PeerStalled(self.peer, f"rank {self.peer} said nothing for {self.deadline_s} s") from None
+            raise PeerStalled(self.peer, f"rank {self.peer} said nothing for {patience_s} s") from None
         if message is None:
             raise PeerAborted(self.peer, f"rank {self.peer} has closed the link")
         return message
@@ -131,6 +136,19 @@ class LocalLink:
     def close(self) -> None:
         self.outbox.put(None)
         self.inbox.put(None)
+
+
+@contextmanager
+def naming_server(link: Link) -> Iterator[None]:
+    """Errors of a pair say who is meant in the world."""
+    try:
+        yield
+    except PeerError as error:
+        raise type(error)(
+            link.peer,
+            f"the server on rank {link.peer} does not answer: it is lost with its parameters, or has given up on this "
+            f"worker for being late; resume from the last checkpoint. [{error.message}]",
+        ) from None
 
 
 def words_of(something: Any) -> Tensor:

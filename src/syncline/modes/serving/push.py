@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from syncline.buckets.bucket import Bucket, Side, Slot
-from syncline.codecs.codec import Codec, State
+from syncline.codecs.codec import State
 from syncline.codecs.feedback import Feedback, Units
 from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
-from syncline.fabric.base import Fabric, Handle, Times
+from syncline.fabric.base import Handle, Times
 from syncline.fabric.worker import Worker
 from syncline.guards.finite import is_finite
+from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, seed_of
-from syncline.modes.serving.link import Kind, Link, Message
+from syncline.modes.serving.link import Kind, Link, Message, naming_server
 from syncline.pipeline import Flight, Pipeline, parts_of
-from syncline.tracing.spans import Recorder
 
 
 @dataclass
@@ -52,29 +52,27 @@ class NotYet:
 class PushPipeline(Pipeline):
     """Sends buckets to their servers, one after the other, in a thread that is the only one to use the links."""
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        recorder: Recorder,
-        links: dict[int, Link],
-        server_of: dict[int, int],
-        codec: Codec,
-        seed: int,
-        units: Callable[[], Units],
-    ) -> None:
-        super().__init__(fabric, "auto", recorder)
+    waits_for_ranks = False
+
+    def __init__(self, replica: Replica, links: dict[int, Link], server_of: dict[int, int]) -> None:
+        super().__init__(replica.fabric, "auto", replica.recorder)
+        self.replica = replica
         self.links = links
         self.server_of = server_of  # by bucket
-        self.codec = codec
-        self.seed = seed
-        self.units = units
-        self.worker = Worker(f"rank {fabric.rank} talks to servers")
+        self.codec = replica.settings.codec
+        self.seed = replica.settings.seed
+        self.sends_anything = isinstance(self.codec, NoCodec) and replica.settings.nonfinite == "ignore"
+        self.worker = Worker(f"rank {self.fabric.rank} talks to servers")
         self.coders: dict[int, Coder] = {}
         self.feedback: dict[int, Feedback] = {}
         self.pushed: dict[int, Pushed] = {}
         self.said: dict[int, int] = {}
         self.saved: dict[str, dict[str, Any]] = {}
         self.holds = False  # nothing is pushed before the step, because gradients change after backward
+
+    def units(self) -> Units:
+        """What gradients are worth when they are committed: they have been unscaled by then."""
+        return Units(self.replica.learning_rates())
 
     def submit(self, work: Callable[[], None], what: str) -> Handle:
         """Do something in turn, in the thread that talks to servers."""
@@ -99,7 +97,7 @@ class PushPipeline(Pipeline):
 
     def push(self, step: int, bucket: Bucket, side: Side, units: Units) -> None:
         """Stage a bucket at its server; one that is not finite is only marked."""
-        if not is_finite(side.values):
+        if not self.sends_anything and not is_finite(side.values):
             side.bad.fill_(1)
             self.said[bucket.number] = 0
             return
@@ -108,7 +106,9 @@ class PushPipeline(Pipeline):
             words = torch.cat([side.flags.cpu().to(torch.int64), self.encode(step, bucket, side, units)])
             message = Message(Kind.PUSH, bucket.number, step, body=words)
         self.said[bucket.number] = message.body.nbytes + message.payload.nbytes
-        self.links[self.server_of[bucket.number]].send(message)
+        link = self.links[self.server_of[bucket.number]]
+        with naming_server(link):
+            link.send(message)
 
     def encode(self, step: int, bucket: Bucket, side: Side, units: Units) -> Tensor:
         """What a codec makes of a copy of the gradients."""
@@ -132,11 +132,11 @@ class PushPipeline(Pipeline):
             self.restore(number)
         return self.coders[number]
 
-    def settle(self, good: bool) -> None:
-        """The step was committed, or is to be forgotten."""
+    def settle(self, applied: set[int]) -> None:
+        """These servers have applied the step; elsewhere it is to be forgotten."""
         pushed, self.pushed = self.pushed, {}
         for number, one in pushed.items():
-            if good:
+            if self.server_of[number] in applied:
                 self.coders[number].state = one.state
                 if number in self.feedback:
                     self.feedback[number].commit(one.left, one.units)

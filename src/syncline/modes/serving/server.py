@@ -9,7 +9,6 @@ by the number of workers, so that a round of all of them goes as far as one sync
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from syncline.buckets.bucket import Slot
-from syncline.errors import PeerStalled
 from syncline.modes.serving.clock import Clock
 from syncline.modes.serving.optimizers import Groups, adopt_groups, moved
 from syncline.modes.serving.shelf import Shelf
@@ -41,6 +39,14 @@ class Rules:
     def lockstep(self) -> bool:
         """Whether all commits of a step are one."""
         return self.bound == 0
+
+
+class Commit(NamedTuple):
+    """A complete step of a worker that waits for those of the others, in lockstep."""
+
+    step: int
+    gradients: Gradients | None  # None where it is bad
+    groups: Groups
 
 
 class Update(NamedTuple):
@@ -82,10 +88,11 @@ class Server:
         self.optimizers = moved(optimizers, places)
         self.clock = Clock(workers, rules.bound)
         self.workers = {worker: Worker() for worker in self.clock.steps}
+        self.away: set[int] = set()  # workers that have left and will come back
         self.version = 0
-        self.round: dict[int, tuple[Gradients | None, Groups]] = {}  # commits that wait for the others, in lockstep
+        self.round: dict[int, Commit] = {}  # by worker; in lockstep
+        self.applied = True  # the last round, which has been skipped where a commit was bad
         self.updates: deque[Update] = deque(maxlen=100_000)
-        self.met: set[int] = set()  # workers that wait for all others
         self.meetings = 0
         self.snapshot: dict[str, Any] = {}
         self.changed = threading.Condition()
@@ -111,7 +118,7 @@ class Server:
             self.clock.tick(worker, step)
             staleness = self.version - one.version
             if self.rules.lockstep:
-                self.round[worker] = (gradients if good else None, groups)
+                self.round[worker] = Commit(step, gradients if good else None, groups)
                 self.finish_round()
             elif good:
                 self.apply(worker, gradients, groups, staleness)
@@ -123,7 +130,7 @@ class Server:
         """One step of the optimizers."""
         factor = 1.0
         if self.rules.shares:
-            factor /= len(self.clock.steps)
+            factor /= len(self.workers)
         if self.rules.damping:
             factor /= 1 + staleness
         if self.rules.compensation:
@@ -133,8 +140,8 @@ class Server:
     def compensate(self, gradients: Gradients, read: dict[str, Tensor]) -> None:
         """DC-ASGD: what the gradient would be here, by its first-order change from where it was computed."""
         for name, gradient in gradients.items():
-            moved_by = self.parameters[name].detach() - read[name]
-            gradient.addcmul_(gradient.square(), moved_by, value=self.rules.compensation)
+            moved_by = (self.parameters[name].detach() - read[name]).view_as(gradient)
+            gradients[name] = gradient.addcmul(gradient.square(), moved_by, value=self.rules.compensation)
 
     def step(self, gradients: Gradients, groups: Groups, factor: float) -> None:
         """Move the parameters that have a gradient."""
@@ -149,19 +156,22 @@ class Server:
         self.version += 1
 
     def finish_round(self) -> None:
-        """In lockstep: when all workers have committed, step with their mean, unless one of them is bad."""
-        if not self.round or not set(self.clock.steps) <= set(self.round):
+        """In lockstep: when all workers are this far, step with the mean of their commits, unless one is bad."""
+        if not self.round or any(commit.step > self.clock.slowest for commit in self.round.values()):
             return
         commits = [self.round[worker] for worker in sorted(self.round)]
         self.round = {}
-        gradients = [gradients for gradients, _ in commits if gradients is not None]
-        if len(gradients) == len(commits):
-            self.step(mean_of(gradients), commits[0][1], 1.0)
+        gradients = [commit.gradients for commit in commits if commit.gradients is not None]
+        self.applied = len(gradients) == len(commits)
+        if self.applied:
+            self.step(mean_of(gradients), commits[0].groups, 1.0)
 
-    def wait_for_turn(self, worker: int) -> None:
-        """Until a worker may go on."""
+    def catch_up(self, worker: int, step: int) -> None:
+        """A worker that has come is as far as it was told elsewhere."""
         with self.changed:
-            self.wait(worker, lambda: self.clock.may_go_on(worker))
+            self.clock.tick(worker, step)
+            self.finish_round()
+            self.changed.notify_all()
 
     def read(self, worker: int) -> int:
         """A worker takes the parameters as they are now; the lock is held, and the version returned."""
@@ -172,28 +182,30 @@ class Server:
         self.clock.note_read(worker, self.version)
         return self.version
 
-    def meet(self, worker: int) -> None:
-        """Until all workers are here, and a snapshot of that moment has been made."""
+    def meet(self, worker: int, step: int) -> int:
+        """A worker waits for all others, which do not wait for it; returns the number of the meeting."""
         with self.changed:
-            self.met.add(worker)
-            number = self.meetings
+            self.clock.rest(worker, step)
+            number = self.meetings + 1
+            self.finish_round()
             self.finish_meeting()
-            self.wait(worker, lambda: self.meetings > number)
+            self.changed.notify_all()
+            return number
 
     def finish_meeting(self) -> None:
         """When all workers are here: what a checkpoint needs."""
-        if self.met and set(self.clock.steps) <= self.met:
-            self.met = set()
+        if self.clock.resting and not self.clock.steps:
+            self.clock.resume()
             self.meetings += 1
             self.snapshot = self.state_dict()
             self.changed.notify_all()
 
-    def leave(self, worker: int) -> None:
+    def leave(self, worker: int, comes_back: bool = False) -> None:
         """A worker has left, or is lost: nobody waits for it, and what it did not commit never was."""
         with self.changed:
+            (self.away.add if comes_back else self.away.discard)(worker)
             self.clock.drop(worker)
             self.workers.pop(worker, None)
-            self.met.discard(worker)
             self.round.pop(worker, None)
             self.finish_round()
             self.finish_meeting()
@@ -203,24 +215,19 @@ class Server:
         """A worker comes, or comes again, and is as far as the slowest; returns its clock."""
         with self.changed:
             clock = self.clock.enter(worker)
+            self.away.discard(worker)
             self.workers[worker] = Worker()
             self.read(worker)
             return clock
 
-    def wait(self, worker: int, until: Callable[[], bool]) -> None:
-        """With the lock held, for the others."""
-        end = time.monotonic() + self.deadline_s
-        while not until():
-            if not self.changed.wait(end - time.monotonic()) and time.monotonic() >= end:
-                slowest = min(self.clock.steps, key=self.clock.steps.__getitem__, default=worker)
-                raise PeerStalled(
-                    slowest, f"worker {worker} waited {self.deadline_s} s at server {self.rank} for worker {slowest}"
-                )
-
-    def wait_until_left(self, deadline_s: float) -> bool:
-        """Until all workers have left; False if some never do."""
+    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
+        """For workers to do something; False if it takes longer."""
         with self.changed:
-            return self.changed.wait_for(lambda: not self.clock.steps, deadline_s)
+            return self.changed.wait_for(until, seconds)
+
+    def wait_until_left(self, seconds: float) -> bool:
+        """Until all workers have left for good; False if it takes longer."""
+        return self.wait(lambda: not self.workers and not self.away, seconds)
 
     # To be saved and restored
 

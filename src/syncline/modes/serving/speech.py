@@ -60,6 +60,8 @@ def listen(conversation: Conversation, said: Sequence[Tensor]) -> Decoder:
             question = conversation.send(answer(question, heard))
         except StopIteration as end:
             decoder: Decoder = end.value
+            if left:
+                raise CorruptMessage(f"{len(said)} messages are more than the codec asks for") from None
             return decoder
     raise AssertionError("a codec that asks nothing")
 
