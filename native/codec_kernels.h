@@ -8,14 +8,16 @@
 
 namespace syncline {
 
+enum class How { write, add, subtract };  // what is done with values that are decoded
+
 struct CodecTable {
   // Integers of 8 or 4 bits: the largest of a block becomes 127 or 7. `noise` in [0, 1) rounds at random; null rounds to nearest.
   void (*quantize)(float* scales, uint8_t* codes, const float* values, const float* noise, size_t count, size_t block, int bits);
-  void (*dequantize)(float* out, const float* scales, const uint8_t* codes, size_t count, size_t block, int bits);
+  void (*dequantize)(float* out, const float* scales, const uint8_t* codes, size_t count, size_t block, int bits, How how);
 
   // Signs, 1 for zero and above, and the mean magnitude of each block.
   void (*pack_signs)(float* scales, uint8_t* bits, const float* values, size_t count, size_t block);
-  void (*unpack_signs)(float* out, const float* scales, const uint8_t* bits, size_t count, size_t block);
+  void (*unpack_signs)(float* out, const float* scales, const uint8_t* bits, size_t count, size_t block, How how);
 
   // Writes the positions whose magnitude, as the bits of a float, is at least `least`; returns how many, at most `room`.
   size_t (*collect)(uint32_t* positions, size_t room, const float* values, size_t count, uint32_t least);

@@ -70,20 +70,47 @@ void quantize(float* scales, uint8_t* codes, const float* values, const float* n
   }
 }
 
-void dequantize(float* out, const float* scales, const uint8_t* codes, size_t count, size_t block, int bits) {
-  for (size_t at = 0, number = 0; at < count; at += block, ++number) {
-    const size_t now = smaller(block, count - at);
-    const float scale = scales[number];
-    if (bits == 8) {
-      const auto* whole = reinterpret_cast<const int8_t*>(codes + at);
-      for (size_t i = 0; i < now; ++i) out[at + i] = float(whole[i]) * scale;
-      continue;
-    }
-    for (size_t i = 0; i < now; ++i) {
-      const int half = (codes[(at + i) / 2] >> (i % 2 * 4)) & 15;
-      out[at + i] = float((half ^ 8) - 8) * scale;
-    }
+// Writes what `decode(to, at, count)` makes of a message, or adds or takes it away past a buffer that stays in the cache.
+template <typename Decode>
+void apply(float* out, size_t count, How how, Decode decode) {
+  if (how == How::write) return decode(out, 0, count);
+  constexpr size_t room = 4096;
+  float some[room];
+  for (size_t at = 0; at < count; at += room) {
+    const size_t now = smaller(room, count - at);
+    decode(some, at, now);
+    if (how == How::add)
+      for (size_t i = 0; i < now; ++i) out[at + i] += some[i];
+    else
+      for (size_t i = 0; i < now; ++i) out[at + i] -= some[i];
   }
+}
+
+// Calls `body(from, to, number)` for every block, or part of one, in `at` to `at + count`.
+template <typename Body>
+void for_each_block(size_t at, size_t count, size_t block, Body body) {
+  for (const size_t end = at + count; at < end;) {
+    const size_t next = smaller(end, (at / block + 1) * block);
+    body(at, next, at / block);
+    at = next;
+  }
+}
+
+void dequantize(float* out, const float* scales, const uint8_t* codes, size_t count, size_t block, int bits, How how) {
+  apply(out, count, how, [=](float* to, size_t at, size_t now) {
+    for_each_block(at, now, block, [=](size_t from, size_t end, size_t number) {
+      const float scale = scales[number];
+      if (bits == 8) {
+        const auto* whole = reinterpret_cast<const int8_t*>(codes);
+        for (size_t i = from; i < end; ++i) to[i - at] = float(whole[i]) * scale;
+        return;
+      }
+      for (size_t i = from; i < end; ++i) {
+        const int half = (codes[i / 2] >> (i % 2 * 4)) & 15;
+        to[i - at] = float((half ^ 8) - 8) * scale;
+      }
+    });
+  });
 }
 
 float sum_of_magnitudes(const float* values, size_t count) {
@@ -121,24 +148,25 @@ void pack_signs(float* scales, uint8_t* bits, const float* values, size_t count,
   }
 }
 
-// The sign bit of the scale is set where the sign is not: no branch, no multiplication.
-void unpack_signs(float* out, const float* scales, const uint8_t* bits, size_t count, size_t block) {
-  for (size_t at = 0, number = 0; at < count; at += block, ++number) {
-    const size_t now = smaller(block, count - at);
-    uint32_t scale;
-    std::memcpy(&scale, scales + number, sizeof scale);
-    size_t i = 0;
-    for (; i + 8 <= now; i += 8) {
-      const uint32_t eight = ~uint32_t(bits[(at + i) / 8]);
-      uint32_t made[8];
-      for (unsigned k = 0; k < 8; ++k) made[k] = scale ^ ((eight >> k & 1u) << 31);
-      std::memcpy(out + at + i, made, sizeof made);
-    }
-    for (; i < now; ++i) {
-      const uint32_t made = scale ^ ((~uint32_t(bits[(at + i) / 8]) >> ((at + i) % 8) & 1u) << 31);
-      std::memcpy(out + at + i, &made, sizeof made);
-    }
-  }
+// The sign bit of the scale is set where the sign is not: no branch, no multiplication. Blocks are multiples of eight.
+void unpack_signs(float* out, const float* scales, const uint8_t* bits, size_t count, size_t block, How how) {
+  apply(out, count, how, [=](float* to, size_t at, size_t now) {
+    for_each_block(at, now, block, [=](size_t from, size_t end, size_t number) {
+      uint32_t scale;
+      std::memcpy(&scale, scales + number, sizeof scale);
+      size_t i = from;
+      for (; i + 8 <= end; i += 8) {
+        const uint32_t eight = ~uint32_t(bits[i / 8]);
+        uint32_t made[8];
+        for (unsigned k = 0; k < 8; ++k) made[k] = scale ^ ((eight >> k & 1u) << 31);
+        std::memcpy(to + (i - at), made, sizeof made);
+      }
+      for (; i < end; ++i) {
+        const uint32_t made = scale ^ ((~uint32_t(bits[i / 8]) >> (i % 8) & 1u) << 31);
+        std::memcpy(to + (i - at), &made, sizeof made);
+      }
+    });
+  });
 }
 
 uint32_t magnitude_bits(const float* value) {

@@ -48,7 +48,7 @@ void write_block(uint8_t* scale, uint8_t* to, float* values, size_t count, Form 
     float own;
     codec_kernels().quantize(&own, to, values, nullptr, count, block, 8);
     std::memcpy(scale, &own, sizeof own);
-    codec_kernels().dequantize(values, &own, to, count, block, 8);
+    codec_kernels().dequantize(values, &own, to, count, block, 8, How::write);
   }
 }
 
@@ -62,7 +62,7 @@ void read_block(float* values, const uint8_t* scale, const uint8_t* from, size_t
   if (form == Form::int8) {
     float own;
     std::memcpy(&own, scale, sizeof own);
-    codec_kernels().dequantize(values, &own, from, count, block, 8);
+    codec_kernels().dequantize(values, &own, from, count, block, 8, How::write);
   }
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -432,10 +433,19 @@ def test_a_message_of_the_wrong_length_is_refused(text: str) -> None:
     codec = codec_of(text)
     for length in (0, 1, 99, 101, 5000):
         with pytest.raises(CorruptMessage):
-            codec.decode(torch.zeros(length, dtype=torch.uint8), 1000)
+            codec.decode(torch.zeros(length, dtype=torch.uint8), torch.zeros(1000))
 
 
 # Native kernels against their twins
+
+
+def assert_decoded(decode: Callable[..., None], wanted: Tensor) -> None:
+    """Written, added and subtracted."""
+    start = torch.arange(float(len(wanted)))
+    for how, combine in kernels.HOWS.items():
+        out = start.clone()
+        decode(out=out, how=how)
+        assert torch.equal(out, combine(start.clone(), wanted))
 
 
 @pytest.mark.parametrize("numel", [1, 7, 8, 255, 256, 1000, 20_001])
@@ -450,15 +460,14 @@ def test_native_kernels_equal_their_twins(numel: int, block: int) -> None:
         for drawn in (None, noise):
             message = kernels.quantize(values, block, bits, drawn)
             assert torch.equal(message, twins.quantize(values, block, bits, drawn))
-            assert torch.equal(
-                kernels.dequantize(message, numel, block, bits), twins.dequantize(message, numel, block, bits)
-            )
+            decoded = twins.dequantize(message, numel, block, bits)
+            assert_decoded(partial(kernels.dequantize, message, block=block, bits=bits), decoded)
     signs = kernels.pack_signs(values, block)
     head = -(-numel // block) * 4
     theirs = twins.pack_signs(values, block)
     assert torch.equal(signs[head:], theirs[head:])
     torch.testing.assert_close(signs[:head].view(torch.float32), theirs[:head].view(torch.float32))
-    assert torch.equal(kernels.unpack_signs(signs, numel, block), twins.unpack_signs(signs, numel, block))
+    assert_decoded(partial(kernels.unpack_signs, signs, block=block), twins.unpack_signs(signs, numel, block))
     count = max(1, numel // 10)
     chosen = kernels.select_largest(values, count)
     assert torch.equal(chosen, twins.select_largest(values, count))

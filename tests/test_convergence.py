@@ -220,7 +220,9 @@ def variance_of_the_mean(codec: Int8, ranks: list[int], values: Tensor) -> float
     parts = (Part("values", 0, len(values), values.shape),)
 
     def said(rank: int, step: int) -> Tensor:
-        return codec.decode(codec.encode(values, 0, Place(rank, 8, step, 0, parts)), len(values))
+        out = torch.empty_like(values)
+        codec.decode(codec.encode(values, 0, Place(rank, 8, step, 0, parts)), out)
+        return out
 
     means = torch.stack([torch.stack([said(rank, step) for rank in ranks]).mean(0) for step in range(60)])
     return float(means.var(0).mean())

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -30,6 +31,18 @@ std::vector<float> noise(size_t count, unsigned seed) {
 
 const size_t lengths[] = {0, 1, 7, 8, 9, 63, 64, 65, 255, 256, 257, 5000};
 
+// Adding and taking away is what it is when it is done after decoding.
+void check_other_ways(const std::vector<float>& decoded, const std::function<void(float*, How)>& decode) {
+  const auto start = noise(decoded.size(), 99);
+  auto more = start, less = start;
+  decode(more.data(), How::add);
+  decode(less.data(), How::subtract);
+  for (size_t i = 0; i < start.size(); ++i) {
+    CHECK(more[i] == start[i] + decoded[i]);
+    CHECK(less[i] == start[i] - decoded[i]);
+  }
+}
+
 }  // namespace
 
 TEST(quantized_values_are_within_half_a_step) {
@@ -41,7 +54,10 @@ TEST(quantized_values_are_within_half_a_step) {
           std::vector<float> scales((count + block - 1) / block), back(count);
           std::vector<uint8_t> codes((count * size_t(bits) + 7) / 8);
           table.quantize(scales.data(), codes.data(), values.data(), nullptr, count, block, bits);
-          table.dequantize(back.data(), scales.data(), codes.data(), count, block, bits);
+          table.dequantize(back.data(), scales.data(), codes.data(), count, block, bits, How::write);
+          check_other_ways(back, [&](float* out, How how) {
+            table.dequantize(out, scales.data(), codes.data(), count, block, bits, how);
+          });
           for (size_t i = 0; i < count; ++i)
             CHECK(std::fabs(back[i] - values[i]) <= 0.5001f * scales[i / block], "%zu of %zu, %d bits", i, count, bits);
         }
@@ -57,7 +73,10 @@ TEST(signs_and_magnitudes_come_back) {
         std::vector<float> scales((count + block - 1) / block), back(count);
         std::vector<uint8_t> bits((count + 7) / 8);
         table.pack_signs(scales.data(), bits.data(), values.data(), count, block);
-        table.unpack_signs(back.data(), scales.data(), bits.data(), count, block);
+        table.unpack_signs(back.data(), scales.data(), bits.data(), count, block, How::write);
+        check_other_ways(back, [&](float* out, How how) {
+          table.unpack_signs(out, scales.data(), bits.data(), count, block, how);
+        });
         for (size_t at = 0; at < count; at += block) {
           double sum = 0;
           const size_t end = std::min(count, at + block);

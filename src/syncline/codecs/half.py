@@ -38,12 +38,12 @@ class Fp16(Codec):
         """Values to a message."""
         return kernels.narrow(values, self.wire).view(torch.uint8)
 
-    def decode(self, message: Tensor, numel: int) -> Tensor:
+    def decode(self, message: Tensor, out: Tensor, how: kernels.How = "write") -> None:
         """A message to values."""
-        expect_length(message, 2 * numel, "16-bit values")
-        values = torch.empty(numel, device=message.device)
+        expect_length(message, 2 * out.numel(), "16-bit values")
+        values = torch.empty_like(out)
         kernels.widen(values, message.view(self.wire))
-        return values
+        kernels.HOWS[how](out, values)
 
 
 @dataclass(frozen=True, kw_only=True)

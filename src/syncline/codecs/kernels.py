@@ -5,7 +5,9 @@ Thin factors of PowerSGD are given by columns: `(factors, length)`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +23,13 @@ except ImportError:
 else:
     native = found
 
+How = Literal["write", "add", "subtract"]  # what is done with values that are decoded
+HOWS: dict[How, Callable[[Tensor, Tensor], Tensor]] = {
+    "write": Tensor.copy_,
+    "add": Tensor.add_,
+    "subtract": Tensor.sub_,
+}
+CODES: dict[How, int] = {"write": 0, "add": 1, "subtract": 2}
 NATIVE_DTYPES = {torch.float16: 2, torch.bfloat16: 3}
 NATIVE_NUMEL = 2**32  # from here on positions are left to the twins
 
@@ -45,16 +54,16 @@ def quantize(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Ten
     return message
 
 
-def dequantize(message: Tensor, numel: int, block: int, bits: int) -> Tensor:
-    """The values of a message."""
-    if not runs_natively(message):
-        return twins.dequantize(message, numel, block, bits)
+def dequantize(message: Tensor, out: Tensor, block: int, bits: int, how: How = "write") -> None:
+    """Write the values of a message to `out`, or add or subtract them there."""
+    numel = out.numel()
+    if not runs_natively(message, out) or out.dtype != torch.float32:
+        HOWS[how](out, twins.dequantize(message, numel, block, bits))
+        return
     head = -(-numel // block) * SCALE_BYTES
     expect_length(message, head + (numel * bits + 7) // 8, "quantized values")
-    out = torch.empty(numel)
-    start = message.data_ptr()
-    native.dequantize(out.data_ptr(), start, start + head, numel, block, bits)  # type: ignore[union-attr]
-    return out
+    start, code = message.data_ptr(), CODES[how]
+    native.dequantize(out.data_ptr(), start, start + head, numel, block, bits, code)  # type: ignore[union-attr]
 
 
 def pack_signs(values: Tensor, block: int) -> Tensor:
@@ -69,16 +78,16 @@ def pack_signs(values: Tensor, block: int) -> Tensor:
     return message
 
 
-def unpack_signs(message: Tensor, numel: int, block: int) -> Tensor:
-    """Plus or minus the magnitude of the block."""
-    if not runs_natively(message):
-        return twins.unpack_signs(message, numel, block)
+def unpack_signs(message: Tensor, out: Tensor, block: int, how: How = "write") -> None:
+    """Write plus or minus the magnitude of the block to `out`, or add or subtract it there."""
+    numel = out.numel()
+    if not runs_natively(message, out) or out.dtype != torch.float32:
+        HOWS[how](out, twins.unpack_signs(message, numel, block))
+        return
     head = -(-numel // block) * SCALE_BYTES
     expect_length(message, head + (numel + 7) // 8, "signs")
-    out = torch.empty(numel)
-    start = message.data_ptr()
-    native.unpack_signs(out.data_ptr(), start, start + head, numel, block)  # type: ignore[union-attr]
-    return out
+    start, code = message.data_ptr(), CODES[how]
+    native.unpack_signs(out.data_ptr(), start, start + head, numel, block, code)  # type: ignore[union-attr]
 
 
 def select_largest(values: Tensor, count: int) -> Tensor:

@@ -49,9 +49,9 @@ class OneBit(Codec):
         """Values to a message."""
         return kernels.pack_signs(values, self.block)
 
-    def decode(self, message: Tensor, numel: int) -> Tensor:
+    def decode(self, message: Tensor, out: Tensor, how: kernels.How = "write") -> None:
         """A message to values."""
-        return kernels.unpack_signs(message, numel, self.block)
+        kernels.unpack_signs(message, out, self.block, how)
 
     def count_votes(self, values: Tensor, place: Place) -> Conversation:
         """Signs to the owners of slices, the sign of their sum to all."""
@@ -61,13 +61,12 @@ class OneBit(Codec):
         own = pieces[place.rank]
         total = torch.zeros_like(own)
         for message in heard:
-            total += kernels.unpack_signs(message, own.numel(), self.block)
+            self.decode(message, total, "add")
         ayes = torch.where(total >= 0, 1.0, -1.0)
         results = yield Gather(kernels.pack_signs(ayes, self.block))
 
         def write(out: Tensor) -> None:
             for rank, message in enumerate(results):
-                piece = out[bounds[rank] : bounds[rank + 1]]
-                piece.copy_(kernels.unpack_signs(message, piece.numel(), self.block))
+                self.decode(message, out[bounds[rank] : bounds[rank + 1]])
 
         return write

@@ -52,9 +52,9 @@ class Int8(Codec):
             noise = torch.rand(values.numel(), generator=place.generator(values.device, place.rank, use))
         return kernels.quantize(values, self.block, self.bits, noise)
 
-    def decode(self, message: Tensor, numel: int) -> Tensor:
+    def decode(self, message: Tensor, out: Tensor, how: kernels.How = "write") -> None:
         """A message to values."""
-        return kernels.dequantize(message, numel, self.block, self.bits)
+        kernels.dequantize(message, out, self.block, self.bits, how)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from syncline.codecs.codec import Place
 from syncline.codecs.conversation import Conversation, Exchange, Gather
+from syncline.codecs.kernels import How
 
 Encode = Callable[[Tensor, int], Tensor]  # values, and a number that differs for every use in a step
-Decode = Callable[[Tensor, int], Tensor]  # a message of so many values
+Decode = Callable[[Tensor, Tensor, How], None]  # a message, where its values belong, and what to do there
 
 
 def exchange_slices(values: Tensor, place: Place, block: int, encode: Encode, decode: Decode) -> Conversation:
@@ -26,21 +27,21 @@ def exchange_slices(values: Tensor, place: Place, block: int, encode: Encode, de
     pieces = [values[lo:hi] for lo, hi in itertools.pairwise(bounds)]
     parts = [encode(piece, owner) for owner, piece in enumerate(pieces)]
     for piece, part in zip(pieces, parts, strict=True):
-        piece.sub_(decode(part, piece.numel()))
+        decode(part, piece, "subtract")
     heard = yield Exchange(parts)
     own = pieces[place.rank]
-    total = torch.zeros_like(own)
-    for message in heard:
-        total += decode(message, own.numel())
+    total = torch.empty_like(own)
+    for number, message in enumerate(heard):
+        decode(message, total, "add" if number else "write")
     total /= place.world
     result = encode(total, place.world)
-    own.add_(total.sub_(decode(result, own.numel())), alpha=place.world)
+    decode(result, total, "subtract")
+    own.add_(total, alpha=place.world)
     results = yield Gather(result)
 
     def write(out: Tensor) -> None:
         for rank, message in enumerate(results):
-            piece = out[bounds[rank] : bounds[rank + 1]]
-            piece.copy_(decode(message, piece.numel()))
+            decode(message, out[bounds[rank] : bounds[rank + 1]], "write")
 
     return write
 
