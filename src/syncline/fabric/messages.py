@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from time import monotonic, monotonic_ns
 
 import torch
@@ -45,27 +47,39 @@ class MessageFabric(Fabric):
         self.worker.close(drain)
         self.broken = FabricClosed("the fabric is closed; make a new one")
 
-    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """Hand the tensor to the engine under this fabric."""
+    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> Callable[[], None]:
+        """Hand the tensor to the engine under this fabric; what is returned waits until it is done."""
         raise ConfigError(f'collective="engine" needs an engine; the {self.name} fabric has none: use "auto"')
 
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None:
-        self.worker.in_turn(lambda: self._reduce_now(tensor, op, collective))
+        self.worker.in_turn(lambda: self._begin_reduce(tensor, op, collective)())
 
     def _all_reduce_async(self, tensor: Tensor, op: Op, collective: str) -> WorkerHandle:
-        def work() -> Times:
+        def begin() -> Callable[[], Times]:
             began_ns = monotonic_ns()
-            self._reduce_now(tensor, op, collective)
-            return Times(began_ns, self.met_ns, monotonic_ns())
+            end = self._begin_reduce(tensor, op, collective)
+            met_ns = self.met_ns
+
+            def ended() -> Times:
+                end()
+                return Times(began_ns, met_ns, monotonic_ns())
+
+            return ended
 
         call = describe("all_reduce", op, tensor, collective)
-        return self.worker.submit(work, call, self.deadlines.operation)
+        if collective == "engine":
+            return self.worker.submit_flight(begin, call, self.deadlines.operation)
+        return self.worker.submit(lambda: begin()(), call, self.deadlines.operation)
 
-    def _reduce_now(self, tensor: Tensor, op: Op, collective: str) -> None:
+    def _begin_reduce(self, tensor: Tensor, op: Op, collective: str) -> Callable[[], None]:
+        """Agree, and let the engine begin; what is returned does the rest."""
         self._agree(describe("all_reduce", op, tensor, collective))
         if collective == "engine":
-            self._engine_all_reduce(tensor, op)
-            return
+            return self._engine_all_reduce(tensor, op)
+        return partial(self._reduce_along, tensor, op, collective)
+
+    def _reduce_along(self, tensor: Tensor, op: Op, collective: str) -> None:
+        """Along the schedule of an algorithm."""
         with accumulator(tensor) as flat:
             self._run(schedule_of(collective, self.world, self.hosts), flat, op, tensor.dtype)
 
