@@ -19,7 +19,7 @@ from syncline.collectives.registry import schedule_of
 from syncline.collectives.schedule import Hosts, Schedule, boundaries
 from syncline.errors import ConfigError, FabricClosed, FabricError
 from syncline.fabric.agreement import compare_calls
-from syncline.fabric.base import Fabric, Times, describe
+from syncline.fabric.base import Ended, Fabric, Times, describe
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.worker import Worker, WorkerHandle
 
@@ -47,31 +47,34 @@ class MessageFabric(Fabric):
         self.worker.close(drain)
         self.broken = FabricClosed("the fabric is closed; make a new one")
 
-    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> Callable[[], None]:
-        """Hand the tensor to the engine under this fabric; what is returned waits until it is done."""
+    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> Callable[[], bool | None]:
+        """Hand the tensor to the engine under this fabric.
+
+        What is returned waits until it is done, and says whether the result is finite where it knows.
+        """
         raise ConfigError(f'collective="engine" needs an engine; the {self.name} fabric has none: use "auto"')
 
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None:
         self.worker.in_turn(lambda: self._begin_reduce(tensor, op, collective)())
 
     def _all_reduce_async(self, tensor: Tensor, op: Op, collective: str) -> WorkerHandle:
-        def begin() -> Callable[[], Times]:
+        def begin() -> Callable[[], Ended]:
             began_ns = monotonic_ns()
             end = self._begin_reduce(tensor, op, collective)
             met_ns = self.met_ns
 
-            def ended() -> Times:
-                end()
-                return Times(began_ns, met_ns, monotonic_ns())
+            def ended() -> Ended:
+                finite = end()
+                return Ended(Times(began_ns, met_ns, monotonic_ns()), finite)
 
             return ended
 
         call = describe("all_reduce", op, tensor, collective)
         if collective == "engine":
             return self.worker.submit_flight(begin, call, self.deadlines.operation)
-        return self.worker.submit(lambda: begin()(), call, self.deadlines.operation)
+        return self.worker.submit(lambda: begin()().times, call, self.deadlines.operation)
 
-    def _begin_reduce(self, tensor: Tensor, op: Op, collective: str) -> Callable[[], None]:
+    def _begin_reduce(self, tensor: Tensor, op: Op, collective: str) -> Callable[[], bool | None]:
         """Agree, and let the engine begin; what is returned does the rest."""
         self._agree(describe("all_reduce", op, tensor, collective))
         if collective == "engine":

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from syncline.collectives.execute import HALVES, Op, divided
+from syncline.collectives.execute import HALVES, Op
 from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed
 from syncline.fabric.base import Note
 from syncline.fabric.blame import Kind
 from syncline.fabric.board import Board
 from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.divide import divide
 from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
 from syncline.fabric.messages import MessageFabric
@@ -78,7 +79,7 @@ class TorchFabric(MessageFabric):
         works = dist.batch_isend_irecv(calls)
         return list(zip(works, (peer for _, _, peer in messages), strict=False))
 
-    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> Callable[[], None]:
+    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> Callable[[], bool | None]:
         """The engine's sum and our division; 16-bit types are widened, so that sums are fp32 here too.
 
         Gloo's maximum passes over NaN, which is no number to pass over: where NaN is goes along as a second maximum.
@@ -88,16 +89,15 @@ class TorchFabric(MessageFabric):
         reduced = self._engine_call(wide, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
         told = self._engine_call(undefined, dist.ReduceOp.MAX) if undefined is not None else None
 
-        def end() -> None:
+        def end() -> bool | None:
             reduced()
-            result = wide
-            if op == "mean":
-                result = wide.div_(self.world) if wide.is_floating_point() else divided(wide, self.world)
+            finite = divide(wide, self.world) if op == "mean" else None
             if told is not None and undefined is not None:
                 told()
-                result.masked_fill_(undefined.bool(), float("nan"))
-            if result.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(result)
+                wide.masked_fill_(undefined.bool(), float("nan"))
+            if wide.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(wide)
+            return finite
 
         return end
 

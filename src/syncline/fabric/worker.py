@@ -18,7 +18,7 @@ from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
 from syncline.errors import FabricClosed, FabricError
-from syncline.fabric.base import Times
+from syncline.fabric.base import Ended, Times
 
 T = TypeVar("T")
 IN_FLIGHT = 2  # calls that have begun and not ended; as many as Gloo has threads to carry them out
@@ -34,18 +34,18 @@ class Worker:
         self.ends: ThreadPoolExecutor | None = None  # of calls that are in flight
         self.room = threading.Semaphore(IN_FLIGHT)
         self.last: Future[Any] | None = None
-        self.last_flight: Future[Times] | None = None
+        self.last_flight: Future[Ended] | None = None
         self.is_closed = False
 
     def submit(self, work: Callable[[], Times], call: str, deadline_s: float) -> WorkerHandle:
         """Queue a call."""
         with self.lock:
-            return WorkerHandle(self._queue(work, call), call, deadline_s)
+            return WorkerHandle(self._queue(lambda: Ended(work()), call), call, deadline_s)
 
-    def submit_flight(self, begin: Callable[[], Callable[[], Times]], call: str, deadline_s: float) -> WorkerHandle:
+    def submit_flight(self, begin: Callable[[], Callable[[], Ended]], call: str, deadline_s: float) -> WorkerHandle:
         """Queue a call that begins in its turn; what `begin` returns waits for its end."""
 
-        def take_off() -> Callable[[], Times]:
+        def take_off() -> Callable[[], Ended]:
             self.room.acquire()
             try:
                 return begin()
@@ -53,7 +53,7 @@ class Worker:
                 self.room.release()
                 raise
 
-        def land(begun: Future[Callable[[], Times]]) -> Times:
+        def land(begun: Future[Callable[[], Ended]]) -> Ended:
             end = begun.result()
             try:
                 return end()
@@ -116,7 +116,7 @@ class Worker:
 class WorkerHandle:
     """A queued call."""
 
-    def __init__(self, future: Future[Times], call: str, deadline_s: float) -> None:
+    def __init__(self, future: Future[Ended], call: str, deadline_s: float) -> None:
         self.future = future
         self.call = call
         self.deadline_s = deadline_s
@@ -139,4 +139,8 @@ class WorkerHandle:
 
     def times(self) -> Times:
         """When it happened."""
-        return self.future.result()
+        return self.future.result().times
+
+    def finite(self) -> bool | None:
+        """Whether no element of the result is infinite or NaN, where that came out on the way."""
+        return self.future.result().finite
