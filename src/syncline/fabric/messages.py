@@ -34,6 +34,7 @@ class MessageFabric(Fabric):
         self.during = "nothing"
         self.broken: FabricError | None = None
         self.met_ns = 0
+        self.flying: list[tuple[WorkerHandle, Tensor]] = []
         self.worker = Worker(f"rank {rank} communicates")
 
     def enter_round(self, number: int) -> None:
@@ -70,9 +71,16 @@ class MessageFabric(Fabric):
             return ended
 
         call = describe("all_reduce", op, tensor, collective)
-        if collective == "engine":
-            return self.worker.submit_flight(begin, call, self.deadlines.operation)
+        if collective == "engine" and not self._is_flying(tensor):
+            handle = self.worker.submit_flight(begin, call, self.deadlines.operation)
+            self.flying = [*(flight for flight in self.flying if not flight[0].done()), (handle, tensor)]
+            return handle
         return self.worker.submit(lambda: begin()().times, call, self.deadlines.operation)
+
+    def _is_flying(self, tensor: Tensor) -> bool:
+        """Whether a call on the same memory has not ended: the next one on it must not begin before."""
+        memory = tensor.untyped_storage().data_ptr()
+        return any(not handle.done() and other.untyped_storage().data_ptr() == memory for handle, other in self.flying)
 
     def _begin_reduce(self, tensor: Tensor, op: Op, collective: str) -> Callable[[], bool | None]:
         """Agree, and let the engine begin; what is returned does the rest."""
