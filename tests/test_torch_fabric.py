@@ -96,10 +96,8 @@ def test_the_division_of_a_mean_sees_whether_all_is_finite() -> None:
     assert syncline.run(work, 3, "torch") == [[]] * 3
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in HALVES])  # whose sums are of float32
 def test_the_native_division_equals_its_twin(dtype: torch.dtype) -> None:
-    if dtype in HALVES:
-        pytest.skip("sums of halves are kept in float32")
     values = torch.randn(5000, dtype=torch.float64).mul(1e6).to(dtype)
     natively, plainly = values.clone(), values.clone()
     assert divide(natively, 3) in (True, None)
