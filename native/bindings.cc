@@ -15,8 +15,8 @@
 #include "codec_kernels.h"
 #include "group.h"
 #include "halves.h"
-#include "low_rank_kernels.h"
 #include "kernels.h"
+#include "low_rank_kernels.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
