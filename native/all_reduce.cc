@@ -19,8 +19,8 @@ struct Reduction {
   std::byte* data = static_cast<std::byte*>(call.output);
 
   uint64_t bytes() const { return call.count * element; }
-  void fold_into(std::byte* out, const void* const* inputs, uint64_t count) const {
-    fold(out, inputs, world, count, call.dtype, call.op);
+  bool fold_into(std::byte* out, const void* const* inputs, uint64_t count) const {
+    return fold(out, inputs, world, count, call.dtype, call.op);
   }
 };
 
@@ -30,7 +30,7 @@ void fold_slots(const Reduction& it) {
   for (int rank = 0; rank < it.world; ++rank)
     inputs[rank] = it.mesh.base(rank) + it.mesh.layout().slot(it.engine.agreement.sequence());
   inputs[it.rank] = it.data;
-  it.fold_into(it.data, inputs, it.call.count);
+  it.engine.finite = finiteness(it.fold_into(it.data, inputs, it.call.count));
 }
 
 void copy_to_slot(const Reduction& it) {
@@ -41,8 +41,9 @@ void copy_to_slot(const Reduction& it) {
 void fold_in_place(const Reduction& it) {
   std::byte* buffers[max_world];
   for (int rank = 0; rank < it.world; ++rank) buffers[rank] = it.mesh.base(rank) + it.engine.agreement.offset(rank);
-  fold_slice(it.engine, it.call, buffers);
+  it.engine.tell_finite(fold_slice(it.engine, it.call, buffers));
   it.engine.finish_together();
+  it.engine.hear_finite();
 }
 
 // A piece is cut into one slice per rank. What belongs to another owner goes into the staged piece; the
@@ -71,7 +72,7 @@ struct StagedPiece {
     const void* inputs[max_world];
     for (int rank = 0; rank < it.world; ++rank) inputs[rank] = staging.input(rank, number) + own.first * it.element;
     inputs[it.rank] = data(own);
-    it.fold_into(data(own), inputs, own.size());
+    it.engine.tell_finite(it.fold_into(data(own), inputs, own.size()));
     it.mesh.enter(Phase::writing);
     copy_bytes(staging.result(it.rank, number), data(own), own.size() * it.element);
     staging.close_output(number);
@@ -105,6 +106,7 @@ void fold_staged(const Reduction& it, bool first_is_in) {
     pieces[k].fold_own();
     pieces[k].copy_out();
   }
+  it.engine.hear_finite();
   it.engine.staging.advance(pieces.total);
 }
 
@@ -119,20 +121,22 @@ Range slice_of(uint64_t count, int rank, int world, size_t element_bytes) {
 
 // The owner of a slice folds it over all buffers in place and pushes the result into all of them,
 // in pieces small enough that what it has just read and computed is still in its cache.
-void fold_slice(Engine& engine, const Call& call, std::byte* const* buffers) {
+bool fold_slice(Engine& engine, const Call& call, std::byte* const* buffers) {
   const Reduction it{engine, call};
   const Range slice = slice_of(it.call.count, it.rank, it.world, it.element);
   const uint64_t step = std::max<uint64_t>(1, it.mesh.settings().fold_bytes / it.element);
+  bool finite = true;
   for (uint64_t first = slice.first; first < slice.last; first += step) {
     const uint64_t count = std::min(step, slice.last - first);
     const void* inputs[max_world];
     for (int rank = 0; rank < it.world; ++rank) inputs[rank] = buffers[rank] + first * it.element;
     std::byte* mine = buffers[it.rank] + first * it.element;
-    it.fold_into(mine, inputs, count);
+    finite &= it.fold_into(mine, inputs, count);
     it.mesh.enter(Phase::writing);
     for (int rank = 0; rank < it.world; ++rank)
       if (rank != it.rank) copy_bytes(buffers[rank] + first * it.element, mine, count * it.element);
   }
+  return finite;
 }
 
 // The way is a function of the size and of what all have announced, so all take the same.

@@ -17,6 +17,7 @@
 #include "entries.h"
 #include "group.h"
 #include "halves.h"
+#include "kernels.h"
 #include "low_rank_kernels.h"
 #include "selection.h"
 
@@ -179,6 +180,9 @@ void bind_group(nb::module_& m) {
   nb::class_<Handle>(m, "Handle")
       .def("wait", &Handle::wait, "seconds"_a = -1.0, ReleaseGil())
       .def("done", &Handle::done)
+      .def("finite", [](const Handle& handle) {
+             return handle.finite() == Finite::unknown ? nb::object(nb::none()) : nb::object(nb::bool_(handle.finite() == Finite::yes));
+           }, nb::sig("def finite(self) -> bool | None"))
       .def("times", [](const Handle& handle) {
              const Times times = handle.times();
              return nb::make_tuple(times.began_ns, times.met_ns, times.ended_ns);
@@ -246,6 +250,9 @@ NB_MODULE(_native, m) {
     return result;
   }, nb::sig("def build_info() -> dict[str, str]"));
 
+  m.def("divide", [](uintptr_t data, size_t count, int dtype, int divisor) {
+    return divide(at(data), count, DataType(dtype), divisor);
+  }, "data"_a, "count"_a, "dtype"_a, "divisor"_a, ReleaseGil());
   bind_codecs(m);
   bind_low_rank(m);
   bind_halves(m);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "agreement.h"
+#include "handle.h"
 #include "mailbox.h"
 #include "mesh.h"
 #include "staging.h"
@@ -29,6 +30,19 @@ struct Engine {
     mesh.wait_for_all(&Control::done, agreement.sequence());
   }
 
+  // Each rank knows whether its own slice of a result is finite. A word about one that is not is written before the
+  // signal that the slice is done, and heard after the wait for it; nobody writes another before all have announced
+  // the next operation, and so have heard this one.
+  void tell_finite(bool slice_is) {
+    if (!slice_is) mesh.control(mesh.rank()).not_finite.store(agreement.sequence(), std::memory_order_relaxed);
+  }
+  void hear_finite() {
+    finite = Finite::yes;
+    for (int rank = 0; rank < mesh.world(); ++rank)
+      if (mesh.control(rank).not_finite.load(std::memory_order_relaxed) == agreement.sequence()) finite = Finite::no;
+  }
+
+  Finite finite = Finite::unknown;  // the result of the running operation
   Mesh mesh;
   Agreement agreement;
   Staging staging;
@@ -44,7 +58,8 @@ struct Range {
 Range slice_of(uint64_t count, int rank, int world, size_t element_bytes);
 
 // The reading and writing of an all-reduce of shared buffers: this rank's slice of all of them, without waiting.
-void fold_slice(Engine&, const Call&, std::byte* const* buffers);
+// Returns whether the slice is finite.
+bool fold_slice(Engine&, const Call&, std::byte* const* buffers);
 
 void barrier(Engine&, const Call&);
 void all_reduce(Engine&, const Call&);

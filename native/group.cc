@@ -57,16 +57,17 @@ void Group::require_usable() const {
   if (closed()) throw std::logic_error("the group is closed");
 }
 
-uint64_t Group::perform(const Call& call, bool in_worker) {
+Outcome Group::perform(const Call& call, bool in_worker) {
   Mesh& mesh = engine_->mesh;
   mesh.check_signals_here = !in_worker;
   mesh.set_operation(call);
   raise_failure(mesh.failure());
   try {
     if (!is_message(call.kind)) engine_->agreement.prepare();
+    engine_->finite = Finite::unknown;
     mesh.enter(in_worker ? Phase::worker : Phase::before);
     execute(*engine_, call);
-    return engine_->agreement.reached_ns();
+    return {engine_->agreement.reached_ns(), engine_->finite};
   } catch (const Desync&) {
     // Some ranks had already staged their first piece for this operation; all give that number up.
     engine_->staging.skip();

@@ -81,7 +81,7 @@ class Group {
 
  private:
   void require_usable() const;
-  uint64_t perform(const Call&, bool in_worker);  // returns when the ranks met
+  Outcome perform(const Call&, bool in_worker);
   void wait_here(Handle&);
   void interrupt(const char* why);
 

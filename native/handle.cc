@@ -26,9 +26,15 @@ Times Handle::times() const {
   return times_;
 }
 
-void Handle::complete(std::exception_ptr error, Times times) {
+Finite Handle::finite() const {
+  const std::lock_guard lock(mutex_);
+  return finite_;
+}
+
+void Handle::complete(std::exception_ptr error, Times times, Finite finite) {
   const std::lock_guard lock(mutex_);
   times_ = times;
+  finite_ = finite;
   done_ = true;
   error_ = std::move(error);
   changed_.notify_all();

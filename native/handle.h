@@ -13,6 +13,16 @@ struct Times {
   uint64_t began_ns = 0, met_ns = 0, ended_ns = 0;
 };
 
+// Whether no element of a result is infinite or NaN.
+enum class Finite : uint8_t { unknown, yes, no };
+constexpr Finite finiteness(bool is) { return is ? Finite::yes : Finite::no; }
+
+// What is known of an operation that went well.
+struct Outcome {
+  uint64_t met_ns;
+  Finite finite = Finite::unknown;
+};
+
 class Handle {
  public:
   bool done() const;
@@ -23,7 +33,9 @@ class Handle {
 
   Times times() const;  // all zero until it is done
 
-  void complete(std::exception_ptr error, Times = {});  // for the worker
+  Finite finite() const;  // unknown until it is done
+
+  void complete(std::exception_ptr error, Times = {}, Finite = Finite::unknown);  // for the worker
 
  private:
   mutable std::mutex mutex_;
@@ -31,6 +43,7 @@ class Handle {
   bool done_ = false;
   std::exception_ptr error_;
   Times times_;
+  Finite finite_ = Finite::unknown;
 };
 
 }  // namespace syncline

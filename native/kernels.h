@@ -14,10 +14,11 @@ namespace syncline {
 
 // out[i] = inputs[0][i] op inputs[1][i] op ...; mean divides the sum by num_inputs (integers truncate).
 // `out` may be one of the inputs, but must not overlap any of them otherwise. Maximum keeps NaN.
-void fold(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp);
+// Returns whether all results are finite, which integers are.
+bool fold(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp);
 
-// data[i] = data[i] / divisor.
-void divide(void* data, size_t count, DataType, int divisor);
+// data[i] = data[i] / divisor. Returns whether all results are finite.
+bool divide(void* data, size_t count, DataType, int divisor);
 
 // float32 <-> float16 or bfloat16.
 void widen(float* out, const void* in, size_t count, DataType);
@@ -28,8 +29,8 @@ void copy_bytes(void* out, const void* in, size_t bytes);
 
 // One set of kernels, compiled for one instruction set.
 struct KernelTable {
-  void (*fold)(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp, int divisor);
-  void (*divide)(void* data, size_t count, DataType, int divisor);
+  bool (*fold)(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp, int divisor);
+  bool (*divide)(void* data, size_t count, DataType, int divisor);
   void (*widen)(float* out, const void* in, size_t count, DataType);
   void (*narrow)(void* out, const float* in, size_t count, DataType);
   void (*copy)(void* out, const void* in, size_t bytes);

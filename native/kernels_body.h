@@ -67,6 +67,24 @@ void divide_all(T* data, size_t count, int divisor) {
   for (size_t i = 0; i < count; ++i) data[i] = data[i] / by;
 }
 
+// Infinity and NaN have all bits of the exponent set.
+template <class T, class Bits>
+bool lack(const T* data, size_t count, Bits exponent) {
+  static_assert(sizeof(T) == sizeof(Bits));
+  Bits found = 0;
+  for (size_t i = 0; i < count; ++i) {
+    Bits bits;
+    std::memcpy(&bits, data + i, sizeof bits);
+    found |= (bits & exponent) == exponent ? exponent : Bits{0};
+  }
+  return found == 0;
+}
+
+bool are_finite(const float* data, size_t count) { return lack(data, count, uint32_t{0x7f800000}); }
+bool are_finite(const double* data, size_t count) { return lack(data, count, uint64_t{0x7ff0000000000000}); }
+bool are_finite(const int32_t*, size_t) { return true; }
+bool are_finite(const int64_t*, size_t) { return true; }
+
 template <class T>
 void take_inputs(const T** operands, const void* const* inputs, int how_many, size_t at) {
   for (int k = 0; k < how_many; ++k) operands[k] = static_cast<const T*>(inputs[k]) + at;
@@ -92,12 +110,15 @@ void fold_tile(T* out, const void* const* inputs, int num_inputs, size_t at, siz
 }
 
 template <class T, class Op>
-void fold_wide(T* out, const void* const* inputs, int num_inputs, size_t count, int divisor) {
+bool fold_wide(T* out, const void* const* inputs, int num_inputs, size_t count, int divisor) {
+  bool finite = true;
   for (size_t at = 0; at < count; at += tile) {
     const size_t now = count - at < tile ? count - at : tile;
     fold_tile<T, Op>(out + at, inputs, num_inputs, at, now);
     if (divisor != 1) divide_all(out + at, now, divisor);
+    finite &= are_finite(out + at, now);
   }
+  return finite;
 }
 
 float float_of(uint32_t bits) {
@@ -113,6 +134,7 @@ uint32_t bits_of(float value) {
 }
 
 struct Bfloat16 {
+  static constexpr uint16_t exponent = 0x7f80;
   static float widen(uint16_t half) { return float_of(uint32_t(half) << 16); }
 
   static uint16_t narrow(float value) {
@@ -126,6 +148,7 @@ struct Bfloat16 {
 };
 
 struct Float16 {
+  static constexpr uint16_t exponent = 0x7c00;
   // Shift the fields into place and let a multiplication by 2^112 move the exponent, which also
   // normalises subnormal numbers; infinity and NaN need their exponent put back.
   static float widen(uint16_t half) {
@@ -182,10 +205,11 @@ void narrow_all(uint16_t* out, const float* in, size_t count) {
 }
 
 template <class Half, class Op>
-void fold_half(uint16_t* out, const void* const* inputs, int num_inputs, size_t count, int divisor) {
+bool fold_half(uint16_t* out, const void* const* inputs, int num_inputs, size_t count, int divisor) {
   alignas(64) float partial[tile];
   alignas(64) float next[tile];
   const float* operands[2] = {partial, next};
+  bool finite = true;
   for (size_t at = 0; at < count; at += tile) {
     const size_t now = count - at < tile ? count - at : tile;
     widen_all<Half>(partial, static_cast<const uint16_t*>(inputs[0]) + at, now);
@@ -195,11 +219,13 @@ void fold_half(uint16_t* out, const void* const* inputs, int num_inputs, size_t 
     }
     if (divisor != 1) divide_all(partial, now, divisor);
     narrow_all<Half>(out + at, partial, now);
+    finite &= lack(out + at, now, Half::exponent);
   }
+  return finite;
 }
 
 template <class Op>
-void fold_with(void* out, const void* const* inputs, int num_inputs, size_t count, DataType dtype, int divisor) {
+bool fold_with(void* out, const void* const* inputs, int num_inputs, size_t count, DataType dtype, int divisor) {
   switch (dtype) {
     case DataType::float32: return fold_wide<float, Op>(static_cast<float*>(out), inputs, num_inputs, count, divisor);
     case DataType::float64: return fold_wide<double, Op>(static_cast<double*>(out), inputs, num_inputs, count, divisor);
@@ -209,23 +235,36 @@ void fold_with(void* out, const void* const* inputs, int num_inputs, size_t coun
       return fold_half<Float16, Op>(static_cast<uint16_t*>(out), inputs, num_inputs, count, divisor);
     case DataType::bfloat16:
       return fold_half<Bfloat16, Op>(static_cast<uint16_t*>(out), inputs, num_inputs, count, divisor);
-    case DataType::byte: return;
+    case DataType::byte: break;
   }
+  return true;
 }
 
-void fold(void* out, const void* const* inputs, int num_inputs, size_t count, DataType dtype, ReduceOp op,
+bool fold(void* out, const void* const* inputs, int num_inputs, size_t count, DataType dtype, ReduceOp op,
           int divisor) {
   if (op == ReduceOp::max) return fold_with<Max>(out, inputs, num_inputs, count, dtype, 1);
-  fold_with<Sum>(out, inputs, num_inputs, count, dtype, divisor);
+  return fold_with<Sum>(out, inputs, num_inputs, count, dtype, divisor);
 }
 
-void divide(void* data, size_t count, DataType dtype, int divisor) {
+template <class T>
+bool divide_tiles(void* data, size_t count, int divisor) {
+  bool finite = true;
+  for (size_t at = 0; at < count; at += tile) {
+    T* here = static_cast<T*>(data) + at;
+    const size_t now = count - at < tile ? count - at : tile;
+    divide_all(here, now, divisor);
+    finite &= are_finite(here, now);
+  }
+  return finite;
+}
+
+bool divide(void* data, size_t count, DataType dtype, int divisor) {
   switch (dtype) {
-    case DataType::float32: return divide_all(static_cast<float*>(data), count, divisor);
-    case DataType::float64: return divide_all(static_cast<double*>(data), count, divisor);
-    case DataType::int32: return divide_all(static_cast<int32_t*>(data), count, divisor);
-    case DataType::int64: return divide_all(static_cast<int64_t*>(data), count, divisor);
-    default: return;
+    case DataType::float32: return divide_tiles<float>(data, count, divisor);
+    case DataType::float64: return divide_tiles<double>(data, count, divisor);
+    case DataType::int32: return divide_tiles<int32_t>(data, count, divisor);
+    case DataType::int64: return divide_tiles<int64_t>(data, count, divisor);
+    default: return true;
   }
 }
 

@@ -16,7 +16,7 @@ constexpr size_t note_words = 4;
 using Note = std::array<uint64_t, note_words>;
 
 constexpr uint64_t arena_magic = 0x656e696c636e7973;  // "syncline"
-constexpr uint32_t abi_version = 2;
+constexpr uint32_t abi_version = 3;
 constexpr size_t page_bytes = 4096;
 constexpr size_t line_bytes = 128;
 
@@ -63,6 +63,7 @@ struct Control {
   alignas(line_bytes) std::atomic<uint64_t> staged_in;
   alignas(line_bytes) std::atomic<uint64_t> staged_out;
   alignas(line_bytes) std::atomic<uint64_t> done;
+  std::atomic<uint64_t> not_finite;  // the last operation in which this rank computed an infinity or a NaN
   alignas(line_bytes) std::atomic<uint64_t> progress;
 
   // How many ranks sleep on one of the words above; only then does the writer call the kernel.

@@ -54,13 +54,15 @@ void Queue::run_next(std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   std::exception_ptr error;
   Times times{.began_ns = now_ns()};
+  Outcome outcome{};
   try {
-    times.met_ns = perform_(entry.call, true);
+    outcome = perform_(entry.call, true);
+    times.met_ns = outcome.met_ns;
   } catch (...) {
     error = std::current_exception();
   }
   times.ended_ns = now_ns();
-  entry.handle->complete(error, times);
+  entry.handle->complete(error, times, outcome.finite);
   lock.lock();
   busy_ = false;
   changed_.notify_all();

@@ -17,8 +17,8 @@ namespace syncline {
 
 class Queue {
  public:
-  // `perform` runs one call and says when the ranks met; its second argument says whether it is the worker that does.
-  using Perform = std::function<uint64_t(const Call&, bool in_worker)>;
+  // `perform` runs one call; its second argument says whether it is the worker that does.
+  using Perform = std::function<Outcome(const Call&, bool in_worker)>;
   explicit Queue(Perform perform) : perform_(std::move(perform)) {}
   ~Queue() { stop(); }
 

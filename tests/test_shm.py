@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from references import all_same_bits, left_fold, noise, same_bits
+from workers import finite_as_told
 
 import syncline
 from syncline.collectives.registry import ALGORITHMS
@@ -161,6 +162,30 @@ def start_many(fabric) -> list[float]:
 def test_asynchronous_calls_are_carried_out_in_order(fabric):
     results = syncline.run(start_many, ranks=3, fabric=fabric)
     assert results == [[3.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]] * 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("length", [100, 40_003])
+def test_every_rank_knows_whether_the_result_is_finite(ranks, shared, length):
+    dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+    assert shm(partial(finite_as_told, dtypes=dtypes, length=length, shared=shared), ranks) == [[]] * ranks
+
+
+def overflow(fabric) -> list[bool | None]:
+    """Of a sum that overflows in its middle, and of a ring."""
+    x = fabric.buffer(50_000)
+    x[25_000] = 3e38
+    overflown = fabric.all_reduce_async(x)
+    ring = fabric.all_reduce_async(fabric.buffer(50_000), collective="ring")
+    overflown.wait()
+    ring.wait()
+    return [overflown.finite(), ring.finite()]
+
+
+def test_a_sum_that_overflows_is_not_finite_and_of_schedules_it_is_not_known():
+    assert shm(overflow, 2) == [[False, None]] * 2
+    assert shm(overflow, 1) == [[None, None]]
 
 
 def start_a_column(fabric) -> list[float]:

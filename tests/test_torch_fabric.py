@@ -15,6 +15,10 @@ import torch
 from catalogue import ENGINES
 from references import all_same_bits, closed_form, same_bits
 from workers import (
+    closes_in_flight,
+    differs_in_the_middle,
+    engine_calls_at_once,
+    finite_as_told,
     hosts_as_told,
     joins_existing_group,
     maximum_with_nan,
@@ -25,8 +29,11 @@ from workers import (
 )
 
 import syncline
+from syncline.collectives.execute import HALVES
 from syncline.collectives.registry import ALGORITHMS
 from syncline.errors import ConfigError, UnknownName
+from syncline.fabric.base import DTYPES
+from syncline.fabric.divide import divide, divide_plainly
 from syncline.fabric.hosts import digest, group_by_host, host_key
 from syncline.fabric.torch import TorchFabric
 
@@ -57,6 +64,45 @@ def test_a_maximum_is_nan_where_any_rank_has_nan(collective: str) -> None:
     results = syncline.run(partial(maximum_with_nan, collective=collective), 4, "torch")
     assert all_same_bits(results)
     assert results[0].isnan().tolist() == [position < 4 for position in range(100)]
+
+
+@pytest.mark.parametrize("length", [1, 1000, 1_000_003])
+def test_engine_calls_in_flight_take_effect_in_order(length: int) -> None:
+    total, others = closed_form("sum", 3, length, torch.float32), closed_form("sum", 3, 50, torch.float32)
+    for results in syncline.run(partial(engine_calls_at_once, length=length), 3, "torch"):
+        assert all(same_bits(result, total) for result in results[:-1])
+        assert same_bits(results[-1], others)
+
+
+def test_an_engine_call_that_differs_is_refused_while_others_are_in_flight() -> None:
+    for outcomes in syncline.run(partial(differs_in_the_middle, odd=1), 3, "torch"):
+        assert outcomes == ["nothing 3", "nothing 3", "Desync 1", "nothing 3", "nothing 3"]
+
+
+@pytest.mark.timeout(120)
+def test_closing_without_drain_ends_what_is_in_flight_and_what_waits() -> None:
+    left, *others = syncline.run(closes_in_flight, 3, "torch")
+    assert left[-1] == "FabricClosed"
+    assert set(left) <= {"nothing", "FabricClosed"}
+    for outcomes in others:
+        assert outcomes[-1] == "PeerLost"
+        assert set(outcomes) <= {"nothing", "PeerLost"}
+
+
+def test_the_division_of_a_mean_sees_whether_all_is_finite() -> None:
+    work = partial(
+        finite_as_told, dtypes=(torch.float32, torch.float64), length=3001, shared=False, collective="engine"
+    )
+    assert syncline.run(work, 3, "torch") == [[]] * 3
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype not in HALVES])  # whose sums are of float32
+def test_the_native_division_equals_its_twin(dtype: torch.dtype) -> None:
+    values = torch.randn(5000, dtype=torch.float64).mul(1e6).to(dtype)
+    natively, plainly = values.clone(), values.clone()
+    assert divide(natively, 3) in (True, None)
+    divide_plainly(plainly, 3)
+    assert same_bits(natively, plainly)
 
 
 def test_every_engine_is_known() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
+from math import inf, nan
 from pathlib import Path
 from typing import NamedTuple
 
@@ -373,3 +375,61 @@ def wait_for_rank_0(fabric: syncline.Fabric) -> None:
     if fabric.rank == 0:
         time.sleep(60.0)
     fabric.barrier()
+
+
+# Calls in flight
+
+
+def engine_calls_at_once(fabric: syncline.Fabric, length: int) -> list[Tensor]:
+    """Start more than can be in flight, the last ones on a tensor that is on its way, and one call behind them all."""
+    tensors = [whole_numbers(fabric.rank, fabric.world, length, torch.float32) for _ in range(6)]
+    handles = [fabric.all_reduce_async(tensor, collective="engine") for tensor in tensors]
+    handles += [fabric.all_reduce_async(tensors[-1], op="max", collective="engine")]
+    handles += [fabric.all_reduce_async(tensors[-1], op="mean", collective="engine")]
+    tensors.append(fabric.all_reduce(whole_numbers(fabric.rank, fabric.world, 50, torch.float32), collective="engine"))
+    assert all(handle.done() for handle in handles)
+    for handle in reversed(handles):
+        handle.wait()
+    return tensors
+
+
+def differs_in_the_middle(fabric: syncline.Fabric, odd: int) -> list[str]:
+    """Of five engine calls in flight, one differs on one rank: what came of each."""
+    lengths = [10_000, 10_000, 10_000 + (fabric.rank == odd), 10_000, 10_000]
+    tensors = [torch.ones(length) for length in lengths]
+    handles = [fabric.all_reduce_async(tensor, collective="engine") for tensor in tensors]
+    kinds = [outcome_of(handle.wait).kind for handle in handles]
+    sums = [float(tensor.sum() / tensor.numel()) for tensor in tensors]
+    return [f"{kind} {total:g}" for kind, total in zip(kinds, sums, strict=True)]
+
+
+def closes_in_flight(fabric: syncline.Fabric) -> list[str]:
+    """Rank 0 leaves without waiting; what the calls of the others come to."""
+    fabric.barrier()
+    if fabric.rank == 0:
+        handle = fabric.all_reduce_async(torch.ones(3_000_000), collective="engine")
+        others = [fabric.all_reduce_async(torch.ones(3_000_000), collective="engine") for _ in range(5)]
+        fabric.close(drain=False)
+        return [outcome_of(each.wait).kind for each in (handle, *others)]
+    handles = [fabric.all_reduce_async(torch.ones(3_000_000), collective="engine") for _ in range(6)]
+    return [outcome_of(handle.wait).kind for handle in handles]
+
+
+# Results that are not finite
+
+
+def finite_as_told(
+    fabric: syncline.Fabric, dtypes: Sequence[torch.dtype], length: int, shared: bool, collective: str = "auto"
+) -> list[str]:
+    """For each kind of bad element in each rank's slice, and without any: what the handle says, if it is wrong."""
+    wrong = []
+    for dtype, bad, part in product(dtypes, (0.0, nan, inf, -inf), range(fabric.world)):
+        x = fabric.buffer(length, dtype) if shared else torch.zeros(length, dtype=dtype)
+        x.fill_(1)
+        if fabric.rank == part:
+            x[(2 * part + 1) * length // (2 * fabric.world)] = bad
+        handle = fabric.all_reduce_async(x, op="mean", collective=collective)
+        handle.wait()
+        if handle.finite() is not bool(torch.isfinite(x).all()):
+            wrong.append(f"{dtype} {bad} in slice {part}: {handle.finite()}")
+    return wrong

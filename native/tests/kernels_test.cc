@@ -19,7 +19,8 @@ void check_fold(const KernelTable& table, int world, uint64_t count, DataType dt
   std::vector<std::byte> expected(count * size + 1), fresh(count * size + size);
   twin_fold(expected.data(), inputs, count, dtype, op);
   void* out = in_place ? const_cast<void*>(inputs[world / 2]) : fresh.data();
-  table.fold(out, inputs.data(), world, count, dtype, op, op == ReduceOp::mean ? world : 1);
+  const bool finite = table.fold(out, inputs.data(), world, count, dtype, op, op == ReduceOp::mean ? world : 1);
+  CHECK(finite == twin_finite(expected.data(), count, dtype), "%lu, %s", (unsigned long)count, name_of(dtype));
   const int64_t wrong = first_difference(out, expected.data(), count, dtype);
   CHECK(wrong < 0, "element %ld of %lu, %s %s of %d", long(wrong), (unsigned long)count, name_of(op), name_of(dtype), world);
 }
@@ -41,6 +42,43 @@ TEST(fold_equals_its_twin) {
           for (const uint64_t count : {0, 1, 7, 15, 33, 1023, 1025, 2500})
             for (const uint64_t shift : {0, 1})
               for (const bool in_place : {false, true}) check_fold(table, world, count, dtype, op, shift, in_place);
+  });
+}
+
+TEST(one_element_that_is_not_finite_is_noticed_anywhere) {
+  constexpr uint64_t count = 2053;
+  for_each_table([](const KernelTable& table) {
+    for (const DataType dtype : floating)
+      for (uint64_t at = 0; at < count; at += at < 70 || at > 1980 ? 1 : 61)
+        for (const double bad : {double(NAN), double(INFINITY), double(-INFINITY), largest(dtype)}) {
+          std::vector<uint64_t> memory[2] = {std::vector<uint64_t>(count), std::vector<uint64_t>(count)};
+          const void* inputs[] = {memory[0].data(), memory[1].data()};
+          for (auto& each : memory) fill(each.data(), count, dtype, at);
+          CHECK(table.fold(memory[0].data(), inputs, 2, count, dtype, ReduceOp::sum, 1));
+          for (auto& each : memory) set(each.data(), at, dtype, bad);  // twice the largest number overflows
+          CHECK(!table.fold(memory[0].data(), inputs, 2, count, dtype, ReduceOp::sum, 1), "%lu of %s", (unsigned long)at,
+                name_of(dtype));
+        }
+  });
+}
+
+TEST(a_division_says_whether_all_is_finite) {
+  for_each_table([](const KernelTable& table) {
+    for (const DataType dtype : {DataType::float32, DataType::float64})
+      for (const uint64_t at : {0, 1023, 1024, 2499}) {
+        std::vector<double> memory(2500), expected(2500);
+        fill(memory.data(), 2500, dtype, at);
+        for (uint64_t i = 0; i < 2500; ++i) set(expected.data(), i, dtype, twin_value(memory.data(), i, dtype) / 3);
+        CHECK(table.divide(memory.data(), 2500, dtype, 3));
+        CHECK(first_difference(memory.data(), expected.data(), 2500, dtype) < 0);
+        for (const double bad : {double(NAN), double(INFINITY), double(-INFINITY)}) {
+          set(memory.data(), at, dtype, bad);
+          CHECK(!table.divide(memory.data(), 2500, dtype, 3));
+        }
+      }
+    std::vector<int32_t> whole = {-7, 7, INT32_MIN, 0x7f800000};
+    CHECK(table.divide(whole.data(), 4, DataType::int32, 2));
+    CHECK(whole[0] == -3 && whole[1] == 3);
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "harness.h"
@@ -84,6 +85,34 @@ inline void twin_fold(void* out, const std::vector<const void*>& inputs, uint64_
     for (size_t k = 0; k < inputs.size(); ++k) operands[k] = twin_widen(load<uint16_t>(inputs[k], i), dtype);
     store<uint16_t>(out, i, twin_narrow(twin_element(operands, op), dtype));
   }
+}
+
+constexpr DataType floating[] = {DataType::float32, DataType::float64, DataType::float16, DataType::bfloat16};
+
+inline double twin_value(const void* data, uint64_t i, DataType dtype) {
+  if (dtype == DataType::float32) return load<float>(data, i);
+  if (dtype == DataType::float64) return load<double>(data, i);
+  if (dtype == DataType::int32) return load<int32_t>(data, i);
+  if (dtype == DataType::int64) return double(load<int64_t>(data, i));
+  return twin_widen(load<uint16_t>(data, i), dtype);
+}
+
+inline bool twin_finite(const void* data, uint64_t count, DataType dtype) {
+  for (uint64_t i = 0; i < count; ++i)
+    if (!std::isfinite(twin_value(data, i, dtype))) return false;
+  return true;
+}
+
+inline void set(void* data, uint64_t i, DataType dtype, double value) {
+  if (dtype == DataType::float32) return store(data, i, float(value));
+  if (dtype == DataType::float64) return store(data, i, value);
+  store(data, i, twin_narrow(float(value), dtype));
+}
+
+inline double largest(DataType dtype) {
+  if (dtype == DataType::float32) return std::numeric_limits<float>::max();
+  if (dtype == DataType::float64) return std::numeric_limits<double>::max();
+  return dtype == DataType::float16 ? 65504.0 : 0x1.fep127;
 }
 
 inline bool is_nan(const void* data, uint64_t i, DataType dtype) {

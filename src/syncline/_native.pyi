@@ -37,6 +37,8 @@ def orthonormalize(rows: int, factors: int, length: int) -> None: ...
 
 def narrow(out: int, values: int, count: int, dtype: int) -> None: ...
 def widen(out: int, halves: int, count: int, dtype: int) -> None: ...
+def divide(data: int, count: int, dtype: int, divisor: int) -> bool:
+    """Divide in place; returns whether all quotients are finite."""
 
 class Handle:
     """A call that was submitted."""
@@ -45,6 +47,9 @@ class Handle:
         """True when it is done, False when that many seconds passed first; negative means no limit."""
 
     def done(self) -> bool: ...
+    def finite(self) -> bool | None:
+        """Whether no element of the result is infinite or NaN; None where that is not known."""
+
     def times(self) -> tuple[int, int, int]:
         """Nanoseconds of `time.monotonic_ns`: when it began, when all ranks had arrived, and when it was over."""
 

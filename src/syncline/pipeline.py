@@ -102,6 +102,7 @@ class Pipeline:
         flight.handle.wait()
         waited_to_ns = monotonic_ns()
         flight.has_arrived = True
+        flight.side.finite = flight.handle.finite()
         times = flight.handle.times()
         nbytes = flight.bucket.nbytes
         self.recorder.buckets.append(

@@ -56,6 +56,7 @@ class Side:
         self.flags = self.tail[: len(slots)]
         self.bad = self.tail[len(slots) : len(slots) + 1]
         self.verdict = self.tail[len(slots) + 1 :]
+        self.finite: bool | None = None  # whether the means are, where the fabric has seen it
         self.views: list[Tensor] = []
         start = 0
         for slot in slots:

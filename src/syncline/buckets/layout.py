@@ -129,6 +129,7 @@ class Layout:
         """Multiply all gradients."""
         for bucket in self.buckets:
             bucket.side.values.mul_(factor)
+            bucket.side.finite = None
         for slot in self.sparse:
             if slot.parameter.grad is not None:
                 slot.parameter.grad.mul_(factor)

@@ -172,6 +172,7 @@ class Reducer:
     def send(self, bucket: Bucket, current: Pass) -> None:
         """The next bucket leaves."""
         bucket.side.bad.zero_()
+        bucket.side.finite = None
         if bucket is self.layout.judged:
             write_verdict(bucket, self.fabric.rank, current.failed or self.is_tainted, current.has_data)
         current.flights.append(self.pipeline.start(current.number, bucket))

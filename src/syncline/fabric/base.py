@@ -44,6 +44,9 @@ class Handle(Protocol):
     def times(self) -> Times:
         """When it happened; meaningful once it is done."""
 
+    def finite(self) -> bool | None:
+        """Whether no element of the result is infinite or NaN, the same on every rank; None where that is not known."""
+
 
 class Times(NamedTuple):
     """Of one call, in nanoseconds of `time.monotonic_ns`."""
@@ -51,6 +54,13 @@ class Times(NamedTuple):
     began_ns: int
     met_ns: int  # all ranks had arrived
     ended_ns: int
+
+
+class Ended(NamedTuple):
+    """What is known of a call that went well."""
+
+    times: Times
+    finite: bool | None = None
 
 
 class Fabric(ABC):

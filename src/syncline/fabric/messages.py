@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from time import monotonic, monotonic_ns
 
 import torch
@@ -17,7 +19,7 @@ from syncline.collectives.registry import schedule_of
 from syncline.collectives.schedule import Hosts, Schedule, boundaries
 from syncline.errors import ConfigError, FabricClosed, FabricError
 from syncline.fabric.agreement import compare_calls
-from syncline.fabric.base import Fabric, Times, describe
+from syncline.fabric.base import Ended, Fabric, Times, describe
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.worker import Worker, WorkerHandle
 
@@ -32,6 +34,7 @@ class MessageFabric(Fabric):
         self.during = "nothing"
         self.broken: FabricError | None = None
         self.met_ns = 0
+        self.flying: list[tuple[WorkerHandle, Tensor]] = []
         self.worker = Worker(f"rank {rank} communicates")
 
     def enter_round(self, number: int) -> None:
@@ -45,27 +48,49 @@ class MessageFabric(Fabric):
         self.worker.close(drain)
         self.broken = FabricClosed("the fabric is closed; make a new one")
 
-    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> None:
-        """Hand the tensor to the engine under this fabric."""
+    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> Callable[[], bool | None]:
+        """Hand the tensor to the engine under this fabric.
+
+        What is returned waits until it is done, and says whether the result is finite where it knows.
+        """
         raise ConfigError(f'collective="engine" needs an engine; the {self.name} fabric has none: use "auto"')
 
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None:
-        self.worker.in_turn(lambda: self._reduce_now(tensor, op, collective))
+        self.worker.in_turn(lambda: self._begin_reduce(tensor, op, collective)())
 
     def _all_reduce_async(self, tensor: Tensor, op: Op, collective: str) -> WorkerHandle:
-        def work() -> Times:
+        def begin() -> Callable[[], Ended]:
             began_ns = monotonic_ns()
-            self._reduce_now(tensor, op, collective)
-            return Times(began_ns, self.met_ns, monotonic_ns())
+            end = self._begin_reduce(tensor, op, collective)
+            met_ns = self.met_ns
+
+            def ended() -> Ended:
+                finite = end()
+                return Ended(Times(began_ns, met_ns, monotonic_ns()), finite)
+
+            return ended
 
         call = describe("all_reduce", op, tensor, collective)
-        return self.worker.submit(work, call, self.deadlines.operation)
+        if collective == "engine" and not self._is_flying(tensor):
+            handle = self.worker.submit_flight(begin, call, self.deadlines.operation)
+            self.flying = [*(flight for flight in self.flying if not flight[0].done()), (handle, tensor)]
+            return handle
+        return self.worker.submit(lambda: begin()().times, call, self.deadlines.operation)
 
-    def _reduce_now(self, tensor: Tensor, op: Op, collective: str) -> None:
+    def _is_flying(self, tensor: Tensor) -> bool:
+        """Whether a call on the same memory has not ended: the next one on it must not begin before."""
+        memory = tensor.untyped_storage().data_ptr()
+        return any(not handle.done() and other.untyped_storage().data_ptr() == memory for handle, other in self.flying)
+
+    def _begin_reduce(self, tensor: Tensor, op: Op, collective: str) -> Callable[[], bool | None]:
+        """Agree, and let the engine begin; what is returned does the rest."""
         self._agree(describe("all_reduce", op, tensor, collective))
         if collective == "engine":
-            self._engine_all_reduce(tensor, op)
-            return
+            return self._engine_all_reduce(tensor, op)
+        return partial(self._reduce_along, tensor, op, collective)
+
+    def _reduce_along(self, tensor: Tensor, op: Op, collective: str) -> None:
+        """Along the schedule of an algorithm."""
         with accumulator(tensor) as flat:
             self._run(schedule_of(collective, self.world, self.hosts), flat, op, tensor.dtype)
 

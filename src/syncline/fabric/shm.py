@@ -249,3 +249,7 @@ class ShmHandle:
     def times(self) -> Times:
         """When it happened."""
         return Times(*self.native.times())
+
+    def finite(self) -> bool | None:
+        """Whether no element of the result is infinite or NaN; known without a schedule, where there are peers."""
+        return self.native.finite()

@@ -7,8 +7,9 @@ blame and not the neighbour that gave up before them.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar
 
@@ -17,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
-from syncline.collectives.execute import HALVES, Op, divided
+from syncline.collectives.execute import HALVES, Op
 from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed
 from syncline.fabric.base import Note
 from syncline.fabric.blame import Kind
 from syncline.fabric.board import Board
 from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.divide import divide
 from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
 from syncline.fabric.messages import MessageFabric
@@ -54,6 +56,7 @@ class TorchFabric(MessageFabric):
             self.device = torch.device("cuda", torch.cuda.current_device())
             self.receives_ahead = False
         self.inquest = Inquest(chosen, rank, world)
+        self.judging = threading.Lock()
         self.board = Board(chosen, rank)
         self.hosts = self._meet()
         if len(self.hosts) > 1:
@@ -80,33 +83,47 @@ class TorchFabric(MessageFabric):
         works = dist.batch_isend_irecv(calls)
         return list(zip(works, (peer for _, _, peer in messages), strict=False))
 
-    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> None:
+    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> Callable[[], bool | None]:
         """The engine's sum and our division; 16-bit types are widened, so that sums are fp32 here too.
 
         Gloo's maximum passes over NaN, which is no number to pass over: where NaN is goes along as a second maximum.
         """
         wide = tensor.detach().to(torch.float32 if tensor.dtype in HALVES else tensor.dtype).contiguous()
         undefined = wide.isnan().to(torch.int32) if op == "max" and wide.is_floating_point() else None
-        self._engine_call(wide, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
-        result = wide
-        if op == "mean":
-            result = wide.div_(self.world) if wide.is_floating_point() else divided(wide, self.world)
-        if undefined is not None:
-            self._engine_call(undefined, dist.ReduceOp.MAX)
-            result.masked_fill_(undefined.bool(), float("nan"))
-        if result.data_ptr() != tensor.data_ptr():
-            tensor.detach().copy_(result)
+        reduced = self._engine_call(wide, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        told = self._engine_call(undefined, dist.ReduceOp.MAX) if undefined is not None else None
 
-    def _engine_call(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """One all-reduce of the engine's own, with our deadline."""
+        def end() -> bool | None:
+            reduced()
+            finite = divide(wide, self.world) if op == "mean" else None
+            if told is not None and undefined is not None:
+                told()
+                wide.masked_fill_(undefined.bool(), float("nan"))
+            if wide.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(wide)
+            return finite
+
+        return end
+
+    def _engine_call(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[], None]:
+        """Start an all-reduce of the engine's own, with our deadline; what is returned waits for it."""
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
         options.timeout = timedelta(seconds=self.deadlines.operation)
-        started = time.monotonic()
+        started, during = time.monotonic(), self.during
+
         try:
-            self.group.allreduce([tensor], options).wait()
+            work = self.group.allreduce([tensor], options)
         except RuntimeError as error:
             raise self.failed(None, error, started) from error
+
+        def wait() -> None:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.failed(None, error, started, during) from error
+
+        return wait
 
     def _meet(self) -> tuple[tuple[int, ...], ...]:
         """Learn which ranks share a host; the first messages of the group, so with the deadline for joining."""
@@ -115,13 +132,13 @@ class TorchFabric(MessageFabric):
         self.deadlines = usual
         return group_by_host([int(key) for key in keys.flatten().tolist()])
 
-    def failed(self, peer: int | None, error: RuntimeError, started: float) -> FabricError:
-        """Find out who is to blame, wake the others, and remember it."""
-        if self.broken is None:
-            kind: Kind = "stalled" if "imed out" in str(error) or "imeout" in str(error) else "lost"
-            verdict = self.inquest.hold(peer, kind, self.during, time.monotonic() - started)
-            self.broken = verdict
-        return self.broken
+    def failed(self, peer: int | None, error: RuntimeError, started: float, during: str = "") -> FabricError:
+        """Find out who is to blame, wake the others, and remember it: once, whichever thread notices first."""
+        with self.judging:
+            if self.broken is None:
+                kind: Kind = "stalled" if "imed out" in str(error) or "imeout" in str(error) else "lost"
+                self.broken = self.inquest.hold(peer, kind, during or self.during, time.monotonic() - started)
+            return self.broken
 
     def with_engine(self) -> TorchFabric:
         return self

@@ -2,6 +2,10 @@
 
 It is started by the first asynchronous call. A synchronous call is carried out by its caller, unless calls are still
 queued: then it waits for its turn behind them.
+
+A call of two parts, a beginning and an end that waits, leaves the thread after its beginning: a second thread waits,
+while the first begins the next one. A few such calls are in flight at once, and they end in order; any other call waits
+until they have ended.
 """
 
 from __future__ import annotations
@@ -10,12 +14,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import TypeVar
+from concurrent.futures import wait as wait_for
+from typing import Any, TypeVar
 
 from syncline.errors import FabricClosed, FabricError
-from syncline.fabric.base import Times
+from syncline.fabric.base import Ended, Times
 
 T = TypeVar("T")
+IN_FLIGHT = 2  # calls that have begun and not ended; as many as Gloo has threads to carry them out
 
 
 class Worker:
@@ -25,27 +31,48 @@ class Worker:
         self.name = name
         self.lock = threading.RLock()
         self.pool: ThreadPoolExecutor | None = None
-        self.last: Future[object] | None = None
+        self.ends: ThreadPoolExecutor | None = None  # of calls that are in flight
+        self.room = threading.Semaphore(IN_FLIGHT)
+        self.last: Future[Any] | None = None
+        self.last_flight: Future[Ended] | None = None
         self.is_closed = False
 
     def submit(self, work: Callable[[], Times], call: str, deadline_s: float) -> WorkerHandle:
         """Queue a call."""
         with self.lock:
-            if self.is_closed:
-                raise FabricClosed(f"the fabric is closed, so {call} cannot begin; make a new one")
-            if self.pool is None:
-                self.pool = ThreadPoolExecutor(1, thread_name_prefix=self.name)
-            future = self.pool.submit(work)
-            self.last = future  # type: ignore[assignment]
-            return WorkerHandle(future, call, deadline_s)
+            return WorkerHandle(self._queue(lambda: Ended(work()), call), call, deadline_s)
+
+    def submit_flight(self, begin: Callable[[], Callable[[], Ended]], call: str, deadline_s: float) -> WorkerHandle:
+        """Queue a call that begins in its turn; what `begin` returns waits for its end."""
+
+        def take_off() -> Callable[[], Ended]:
+            self.room.acquire()
+            try:
+                return begin()
+            except BaseException:
+                self.room.release()
+                raise
+
+        def land(begun: Future[Callable[[], Ended]]) -> Ended:
+            end = begun.result()
+            try:
+                return end()
+            finally:
+                self.room.release()
+
+        with self.lock:
+            begun = self._pool(call).submit(take_off)
+            if self.ends is None:
+                self.ends = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}, ends")
+            self.last = self.last_flight = self.ends.submit(land, begun)
+            return WorkerHandle(self.last_flight, call, deadline_s)
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """Carry out a call after those that are queued."""
         with self.lock:
             if self.pool is None or not self.busy():
                 return work()
-            future = self.pool.submit(work)
-            self.last = future  # type: ignore[assignment]
+            future = self._queue(work, "the call")
         try:
             return future.result()
         except CancelledError:
@@ -56,18 +83,40 @@ class Worker:
         return self.last is not None and not self.last.done()
 
     def close(self, drain: bool) -> None:
-        """Let the thread end, after the calls that were submitted or without those that have not begun."""
+        """Let the threads end, after the calls that were submitted or without those that have not begun."""
         with self.lock:
             self.is_closed = True
             if self.pool is not None:
                 self.pool.shutdown(wait=True, cancel_futures=not drain)
-            self.pool = None
+            if self.ends is not None:
+                self.ends.shutdown(wait=True)  # what has not begun ends at once
+            self.pool = self.ends = None
+
+    def _queue(self, work: Callable[[], T], call: str) -> Future[T]:
+        """Queue a call that is carried out when none is in flight."""
+        flights = [self.last_flight] if self.last_flight is not None else []
+
+        def alone() -> T:
+            wait_for(flights)
+            return work()
+
+        future = self._pool(call).submit(alone)
+        self.last = future
+        return future
+
+    def _pool(self, call: str) -> ThreadPoolExecutor:
+        """The thread, which the first call starts."""
+        if self.is_closed:
+            raise FabricClosed(f"the fabric is closed, so {call} cannot begin; make a new one")
+        if self.pool is None:
+            self.pool = ThreadPoolExecutor(1, thread_name_prefix=self.name)
+        return self.pool
 
 
 class WorkerHandle:
     """A queued call."""
 
-    def __init__(self, future: Future[Times], call: str, deadline_s: float) -> None:
+    def __init__(self, future: Future[Ended], call: str, deadline_s: float) -> None:
         self.future = future
         self.call = call
         self.deadline_s = deadline_s
@@ -90,4 +139,8 @@ class WorkerHandle:
 
     def times(self) -> Times:
         """When it happened."""
-        return self.future.result()
+        return self.future.result().times
+
+    def finite(self) -> bool | None:
+        """Whether no element of the result is infinite or NaN, where that came out on the way."""
+        return self.future.result().finite

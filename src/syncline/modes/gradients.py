@@ -194,7 +194,7 @@ class GradientDriver(Driver):
         if self.replica.settings.nonfinite == "ignore":
             return ""
         for bucket in self.reducer.layout.buckets:
-            if not is_finite(bucket.side.values):
+            if not (bucket.side.finite or is_finite(bucket.side.values)):
                 bad = [slot.name for slot in bucket.slots if not is_finite(slot.view)]
                 return f"the gradient of {bad[0] if bad else 'a parameter'} is not finite"
         for slot in self.reducer.layout.sparse:

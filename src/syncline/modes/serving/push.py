@@ -48,6 +48,10 @@ class NotYet:
         now = monotonic_ns()
         return Times(now, now, now)
 
+    def finite(self) -> bool | None:
+        """Nobody has looked."""
+        return None
+
 
 class PushPipeline(Pipeline):
     """Sends buckets to their servers, one after the other, in a thread that is the only one to use the links."""
