@@ -102,6 +102,8 @@ class Hosts:
         for number in range(64):
             if subprocess.run(["ip", "netns", "del", self.name(number)], capture_output=True, check=False).returncode:
                 break
+        for number in range(self.count):  # a namespace takes its links with it, but later
+            subprocess.run(["ip", "link", "del", f"slink{number}"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
 
     @staticmethod

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from syncline.bench.algorithms import Measured, compare_algorithms
@@ -24,6 +21,8 @@ from syncline.bench.convergence import ConvergenceRow, compare_codecs
 from syncline.bench.network import METHODS, NetworkRow, compare_methods
 from syncline.bench.overhead import measure_overhead
 from syncline.bench.training import WORKLOADS, Name, StepTime, compare_training, peak_memory
+from syncline.cli import bench_modes
+from syncline.cli.progress import counting
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, UnknownName
 from syncline.units import format_bytes, format_seconds, parse_bytes
@@ -173,20 +172,6 @@ def convergence(
     console.print(f"plot: {html}")
 
 
-@contextmanager
-def counting(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar that moves when something new begins."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("starting", total=total)
-
-        def tell(what: str) -> None:
-            begun = progress.tasks[0].description != "starting"
-            progress.update(task, description=what, advance=1 if begun else 0)
-
-        yield tell
-
-
 def convergence_table(rows: list[ConvergenceRow]) -> Table:
     """One workload."""
     first = rows[0]
@@ -252,6 +237,10 @@ def network_table(rate: str, count: int, rows: list[NetworkRow]) -> Table:
             f"{row.times_ddp:.2f}",
         )
     return table
+
+
+app.command()(bench_modes.modes)
+app.command()(bench_modes.stragglers)
 
 
 @app.command()
