@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import mean
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -249,6 +249,11 @@ EVERY_CODEC += ("rules:codec=(int4),below=100",)
 NOISE = 0.15
 
 
+def quick_and_slow(codecs: Sequence[str], quick: Sequence[str]) -> list[Any]:
+    """Those that are tried every time, and those that wait for `make test-all`."""
+    return [pytest.param(codec, marks=[] if codec in quick else [pytest.mark.slow]) for codec in codecs]
+
+
 def network(width: int, seed: int) -> nn.Sequential:
     """Made where no rank runs, as threads share the random numbers of torch."""
     with torch.random.fork_rng(devices=[]):
@@ -290,7 +295,7 @@ def taught(codec: str | Codec, seed: int, steps: int, ranks: int) -> list[tuple[
     return syncline.run(work, ranks=ranks, fabric="threads")
 
 
-@pytest.mark.parametrize("codec", EVERY_CODEC)
+@pytest.mark.parametrize("codec", quick_and_slow(EVERY_CODEC, quick=("topk:0.1", "powersgd:2", "dgc:0.1,warmup=20")))
 def test_after_200_steps_all_ranks_have_the_same_bits(codec: str) -> None:
     assert len({digest for digest, _ in taught(codec, 0, 200, 3)}) == 1
 
@@ -309,7 +314,9 @@ def dense() -> float:
     return mean_loss("none")
 
 
-@pytest.mark.parametrize("codec", ["int8", "onebit", "topk:0.1", "powersgd:4", "dgc:0.1"])
+@pytest.mark.parametrize(
+    "codec", quick_and_slow(("int8", "onebit", "topk:0.1", "powersgd:4", "dgc:0.1"), quick=("topk:0.1", "onebit"))
+)
 def test_a_real_task_is_learned_as_well_as_without_a_codec(codec: str, dense: float) -> None:
     assert mean_loss(codec) < 1.05 * dense
 
