@@ -25,7 +25,7 @@ FED_BACK = ("fp16:feedback=true", "int8", "int4:rounding=stochastic", "onebit", 
 FED_BACK += ("topk:0.2,select=sampled", "randomk:0.1", "powersgd:2", "rules:codec=(topk:0.1),below=100")
 EVERY_CODEC = (*FED_BACK, "fp16", "bf16", "int8:feedback=false", "onebit:vote=true,feedback=false", "dgc:0.1,warmup=3")
 EVERY_CODEC += ("randomk:0.1,scaled=true,feedback=false", "warmup:codec=(topk:0.1),steps=2")
-on_hosts = pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "+".join(map(str, sizes)))
+on_hosts = pytest.mark.parametrize("sizes", one_now_others_slow(SIZES), ids=lambda sizes: "+".join(map(str, sizes)))
 
 
 def move(sizes: list[int], codec: str, **how: object) -> list[Moved]:
