@@ -224,3 +224,16 @@ def test_torchrun(tmp_path: Path, group: str, fabric: str) -> None:
     assert done.returncode == 0, done.stderr
     said = sorted(line.partition(" ")[2] for line in done.stdout.splitlines() if " of " in line)
     assert said == ["0 of 2 on ((0, 1),)", "1 of 2 on ((0, 1),)"]
+
+
+def two_over_one_group(fabric: TorchFabric) -> list[float]:
+    """Two fabrics over one process group make siblings and subgroups of the same ranks."""
+    others = [TorchFabric(fabric.group, fabric.deadlines) for _ in range(2)]
+    made = [group for other in others for group in (other.sibling(), other.subgroup([1, 0]))]
+    return [float(group.all_reduce(torch.ones(3))[0]) for group in made]
+
+
+def test_fabrics_over_one_group_do_not_meet_in_each_others_siblings() -> None:
+    assert (
+        syncline.run(two_over_one_group, ranks=2, fabric="torch", deadlines=syncline.Deadlines(20.0)) == [[2.0] * 4] * 2
+    )

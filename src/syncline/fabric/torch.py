@@ -7,6 +7,7 @@ blame and not the neighbour that gave up before them.
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from syncline.collectives.execute import HALVES, Op
+from syncline.collectives.schedule import Hosts
 from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed
 from syncline.fabric.base import Note
 from syncline.fabric.blame import Kind
@@ -58,7 +60,7 @@ class TorchFabric(MessageFabric):
         self.inquest = Inquest(chosen, rank, world)
         self.judging = threading.Lock()
         self.board = Board(chosen, rank)
-        self.hosts = self._meet()
+        self.hosts, self.nonce = self._meet()
         if len(self.hosts) > 1:
             self.segment_bytes = BETWEEN_HOSTS_BYTES
 
@@ -125,12 +127,15 @@ class TorchFabric(MessageFabric):
 
         return wait
 
-    def _meet(self) -> tuple[tuple[int, ...], ...]:
-        """Learn which ranks share a host; the first messages of the group, so with the deadline for joining."""
+    def _meet(self) -> tuple[Hosts, int]:
+        """Learn which ranks share a host, and a number that no other fabric over this group has.
+
+        These are the first messages of the group, so they have the deadline for joining.
+        """
         usual, self.deadlines = self.deadlines, Deadlines(self.deadlines.join, self.deadlines.join)
-        keys = self.all_gather(torch.tensor([host_key()], device=self.device))
+        told = self.all_gather(torch.tensor([host_key(), secrets.randbits(62)], device=self.device)).tolist()
         self.deadlines = usual
-        return group_by_host([int(key) for key in keys.flatten().tolist()])
+        return group_by_host([key for key, _ in told]), told[0][1]
 
     def failed(self, peer: int | None, error: RuntimeError, started: float, during: str = "") -> FabricError:
         """Find out who is to blame, wake the others, and remember it: once, whichever thread notices first."""
@@ -173,7 +178,7 @@ class TorchFabric(MessageFabric):
                 members,
                 dist.Backend(self.backend),
                 self.group.get_group_store(),
-                f"{self.group.group_name}/{kind} of {ranks}",  # type: ignore[arg-type]
+                f"{self.group.group_name}/{self.nonce:x}/{kind} of {ranks}",  # type: ignore[arg-type]
                 timeout=timedelta(seconds=self.deadlines.join),
             )
         except RuntimeError as error:
