@@ -94,6 +94,7 @@ def test_the_plot_needs_nothing_else(tmp_path):
 # The commands
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_only_modes_without_a_bound_leave_a_slow_worker_behind():
     rows = call("stragglers", "--slow", "always", "--modes", "sync;local:every=4;async", "--seconds", "2")

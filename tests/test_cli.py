@@ -157,6 +157,7 @@ def test_demo_trains_the_same_with_both_and_writes_a_report(tmp_path):
     assert page.read_text(encoding="utf-8").count("<script") > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_demo_prints_figures_for_programs():
     result = command("demo", "--steps", "4", "--size", "5M", "--batch", "1", "--accumulate", "2", "--json")

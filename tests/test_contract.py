@@ -19,7 +19,7 @@ from syncline.fabric.base import DTYPES
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.parametrize("fabric", PROCESS_FABRICS)]
 SHORT = ((torch.float32, "sum"), (torch.bfloat16, "mean"), (torch.int64, "max"))  # what short lengths are tried with
-over_worlds = pytest.mark.parametrize("world", [2, 3, 4, 5])
+over_worlds = pytest.mark.parametrize("world", [2, 3, 5, pytest.param(4, marks=pytest.mark.slow)])
 
 
 def collectives(fabric: str, world: int) -> list[str]:
