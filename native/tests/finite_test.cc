@@ -31,11 +31,11 @@ void check_heard(Group& group, uint64_t count, DataType dtype, Where where, cons
 }  // namespace
 
 TEST(every_rank_hears_of_a_bad_element_in_any_slice) {
-  for (const int world : {2, 3, 4, 5})
+  for (const int world : {2, 3, 5})
     run_ranks(world, [](Group& group) {
       for (const DataType dtype : floating)
         for (const Where where : {Where::shared, Where::separate, Where::mixed})
-          for (const uint64_t count : {50, 5000, 100'003})
+          for (const uint64_t count : {50, 5000, 20'011})
             for (int part = 0; part < group.world(); ++part)
               for (const double bad : {double(NAN), double(INFINITY), double(-INFINITY)})
                 check_heard(group, count, dtype, where, {part, (2 * part + 1) * count / (2 * group.world()), bad});
