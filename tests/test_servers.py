@@ -363,7 +363,7 @@ def test_sent_plus_kept_is_the_gradient_while_the_scale_of_the_loss_changes_and_
 
 
 def both_ends(text: str, parts: tuple[Part, ...]) -> tuple[Coder, Coder]:
-    return Coder(codec_of(text), parts, CPU, 7), Coder(codec_of(text), parts, CPU, 7)
+    return Coder.begin(codec_of(text), parts, 7), Coder.begin(codec_of(text), parts, 7)
 
 
 def check_hearing(text: str, parts: tuple[Part, ...], seed: int) -> None:
@@ -404,7 +404,11 @@ def test_a_mirror_is_what_the_worker_has_and_comes_to_the_parameters(text: str) 
     parts = parts_of(SHAPES)
     numel = parts[-1].hi
     start, goal = torch.zeros(numel), torch.randn(numel, generator=torch.Generator().manual_seed(1))
-    mirror, ear, mine = Mirror(Coder(codec_of(text), parts, CPU, 3), start), Coder(codec_of(text), parts, CPU, 3), start
+    mirror, ear, mine = (
+        Mirror(Coder.begin(codec_of(text), parts, 3), start),
+        Coder.begin(codec_of(text), parts, 3),
+        start,
+    )
     mine = mine.clone()
     for step in range(40):
         mine += ear.hear(mirror.changes(goal, step), step, CPU)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic_ns
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,8 @@ from syncline.buckets.bucket import Bucket, Side, Slot
 from syncline.codecs.between_hosts import talk_on
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Decoder
-from syncline.codecs.feedback import Feedback, Units
+from syncline.codecs.feedback import Units
+from syncline.codecs.memory import Coded, Memory, Saved
 from syncline.codecs.none import NoCodec
 from syncline.codecs.timed import Timed
 from syncline.fabric.base import Fabric, Handle, Times
@@ -113,24 +113,15 @@ class Pipeline:
         """When all these have arrived, write the means, if the pass is good; None if there is nothing to do."""
         return None
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> Saved:
         """What is kept from step to step, by parameter."""
         return {}
 
-    def load_state_dict(self, saved: dict[str, dict[str, Any]]) -> None:
+    def load_state_dict(self, saved: Saved) -> None:
         """Go on from there."""
 
     def close(self) -> None:
         """Let threads end."""
-
-
-@dataclass
-class Coded:
-    """What a codec keeps of one bucket."""
-
-    parts: tuple[Part, ...]
-    state: State
-    feedback: Feedback | None
 
 
 class CodecPipeline(Pipeline):
@@ -146,8 +137,7 @@ class CodecPipeline(Pipeline):
         self.units = units
         self.now: tuple[int, Units] = (-1, Units({}))
         self.worker = Worker(f"rank {fabric.rank} encodes")
-        self.coded: dict[int, Coded] = {}
-        self.saved: dict[str, dict[str, Any]] = {}
+        self.memory = Memory(codec)
         self.watch = Watch()
         fabric.at_close.append(self.close)
 
@@ -194,15 +184,8 @@ class CodecPipeline(Pipeline):
         self.fabric.all_reduce(side.tail, op="mean")
 
     def coded_of(self, bucket: Bucket) -> Coded:
-        """Made when a bucket leaves for the first time."""
-        if bucket.number not in self.coded:
-            parts = parts_of(bucket.slots)
-            device = bucket.side.values.device
-            feedback = Feedback(parts, device) if self.codec.feedback else None
-            made = Coded(parts, self.codec.start(parts, device), feedback)
-            restore(made, self.saved)
-            self.coded[bucket.number] = made
-        return self.coded[bucket.number]
+        """What is kept of a bucket."""
+        return self.memory.of(bucket.number, lambda: parts_of(bucket.slots), bucket.side.values.device)
 
     def finish(self, flights: Sequence[Flight], is_good: Callable[[], bool]) -> Handle:
         def work() -> Times:
@@ -216,7 +199,7 @@ class CodecPipeline(Pipeline):
 
     def settle(self, flight: Flight) -> None:
         """Write the mean, and keep what was not sent."""
-        coding, coded = flight.coding, self.coded[flight.number]
+        coding, coded = flight.coding, self.coded_of(flight.bucket)
         assert coding is not None
         assert coding.decoder is not None
         coded.state = coding.staged
@@ -236,19 +219,11 @@ class CodecPipeline(Pipeline):
         """The dense mean over ranks, of some entries only: it is one more message."""
         return self.fabric.all_reduce(some_of(values).clone(), op="mean")
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        kept, worth, state = (dict(self.saved.get(kind, {})) for kind in ("kept", "worth", "state"))
-        for coded in self.coded.values():
-            state |= {key: value.clone() for key, value in coded.state.items()}
-            if coded.feedback is not None:
-                worth |= coded.feedback.worth
-                kept |= {part.name: coded.feedback.kept[part.lo : part.hi].clone() for part in coded.parts}
-        return {"kept": kept, "worth": worth, "state": state}
+    def state_dict(self) -> Saved:
+        return self.memory.state_dict()
 
-    def load_state_dict(self, saved: dict[str, dict[str, Any]]) -> None:
-        self.saved = saved
-        for coded in self.coded.values():
-            restore(coded, saved)
+    def load_state_dict(self, saved: Saved) -> None:
+        self.memory.load_state_dict(saved)
 
     def close(self) -> None:
         self.worker.close(drain=False)
@@ -268,19 +243,6 @@ def quality_of(number: int, sample: Sample, left: float, mean: Tensor) -> Qualit
 def wide(values: Tensor) -> Tensor:
     """Memory for values in float32: their own, if they are."""
     return values if values.dtype == torch.float32 else torch.zeros_like(values, dtype=torch.float32)
-
-
-def restore(coded: Coded, saved: dict[str, dict[str, Any]]) -> None:
-    """Put back what was saved of the parameters of a bucket."""
-    for key in coded.state:
-        if key in saved.get("state", {}):
-            coded.state[key] = saved["state"][key].clone()
-    if coded.feedback is None:
-        return
-    for part in coded.parts:
-        if part.name in saved.get("kept", {}):
-            coded.feedback.kept[part.lo : part.hi] = saved["kept"][part.name].flatten()
-            coded.feedback.worth[part.name] = saved["worth"][part.name]
 
 
 def parts_of(slots: Sequence[Slot]) -> tuple[Part, ...]:

@@ -172,7 +172,7 @@ class Sync:
             return
         self.driver.divide(divide_by)
         yield
-        self.driver.keep_company(divide_by)
+        self.driver.keep_company()
 
     def report(self, last: int = 100) -> Totals:
         """What the last steps cost: compute, hidden and exposed communication, waiting for others."""

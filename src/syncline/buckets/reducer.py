@@ -77,6 +77,15 @@ class Reducer:
         self.has_means = False  # gradients that no step has used yet are those of all ranks
         self.is_tainted = False  # by a backward pass that failed since the last step
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes that begin inside send nothing."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
     # During backward
 
     def gradient_came(self, slot: Slot) -> None:

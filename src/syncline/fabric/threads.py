@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -38,16 +39,16 @@ class ScriptedDeath(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fault:
+class Fault(ABC):
     """Something that befalls `rank` when it enters `round` of its collective number `call`."""
 
     rank: int
     round: int = 0
     call: int = 1  # the first collective is 1
 
+    @abstractmethod
     def strike(self, fabric: ThreadsFabric) -> None:
         """Let it happen, in the thread of that rank."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,23 +57,12 @@ class GradientDriver(Driver):
             self.reducer.before_step()
         return self.problem
 
-    def after_step(self) -> None:
-        self.reducer.after_step()
-
     def after_round(self, skipped: bool) -> None:
         self.withholds = False
         if self.lags:
             self.problem = ""
         if self.lags and not self.is_draining:  # which is not done by all ranks at once
             self.compare(f"after step {self.reducer.passes}")
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self.reducer.is_paused = self.reducer.is_paused, True
-        try:
-            yield
-        finally:
-            self.reducer.is_paused = before
 
     def wait(self) -> None:
         self.reducer.before_step()
@@ -124,7 +111,7 @@ class GradientDriver(Driver):
     def divide(self, divide_by: DivideBy) -> None:
         self.divide_by = divide_by
 
-    def keep_company(self, divide_by: DivideBy) -> None:
+    def keep_company(self) -> None:
         self.drain()
         while self.still_active():
             pass

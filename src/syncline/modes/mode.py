@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
 from syncline.buckets.reducer import Reducer
@@ -36,7 +36,7 @@ class Mode(ABC):
         return self
 
 
-class Driver:
+class Driver(ABC):
     """A mode at work on one rank."""
 
     reducer: Reducer | None = None  # of modes that send gradients
@@ -46,12 +46,14 @@ class Driver:
         self.replica = replica
         self.new_gradients: Callable[[], None] = lambda: None  # told when gradients come that no step has used
 
+    @abstractmethod
     def before_round(self) -> str:
         """Make gradients what the optimizers should see; what is wrong with them, or nothing."""
-        raise NotImplementedError
 
     def after_step(self) -> None:
         """One optimizer has made its step."""
+        if self.reducer is not None:
+            self.reducer.after_step()
 
     def after_round(self, skipped: bool) -> None:
         """All optimizers have made their steps."""
@@ -59,7 +61,8 @@ class Driver:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes that begin inside concern this rank alone."""
-        yield
+        with self.reducer.paused() if self.reducer is not None else nullcontext():
+            yield
 
     def wait(self) -> None:
         """Make gradients what the optimizers should see, now."""
@@ -86,7 +89,7 @@ class Driver:
     def finish(self) -> None:
         """Before closing: use what has been said to this rank already."""
 
-    def keep_company(self, divide_by: DivideBy) -> None:
+    def keep_company(self) -> None:
         """This rank has no more data: take part without any until nobody has."""
         raise ConfigError(f"mode {self.replica.settings.mode.name} has no join(); its ranks need not have equal data")
 
@@ -106,14 +109,14 @@ class Driver:
             for sample in pipeline.watch.samples
         ]
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Let go of the model."""
-        raise NotImplementedError

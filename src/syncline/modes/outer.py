@@ -32,34 +32,35 @@ class Follow:
 
 
 @dataclass
-class Nesterov:
-    """DiLoCo's: SGD with Nesterov momentum in torch's form."""
+class WithMomentum:
+    """An outer optimizer that remembers where it went."""
 
     lr: float
     momentum: float
     momenta: dict[str, Tensor] = field(default_factory=dict)
+
+    def remember(self, name: str, step: Tensor, weight: float = 1.0) -> Tensor:
+        """Add a step to the momentum of a parameter; the momentum."""
+        remembered = self.momenta.setdefault(name, torch.zeros_like(step))
+        return remembered.mul_(self.momentum).add_(step, alpha=weight)
+
+
+class Nesterov(WithMomentum):
+    """DiLoCo's: SGD with Nesterov momentum in torch's form."""
 
     def step(self, name: str, anchor: Tensor, distance: Tensor, rate: float) -> None:
         if not self.momentum:
             anchor.sub_(distance, alpha=self.lr)
             return
-        momentum = self.momenta.setdefault(name, torch.zeros_like(anchor))
-        momentum.mul_(self.momentum).add_(distance)
-        anchor.sub_(distance.add(momentum, alpha=self.momentum), alpha=self.lr)
+        remembered = self.remember(name, distance)
+        anchor.sub_(distance.add(remembered, alpha=self.momentum), alpha=self.lr)
 
 
-@dataclass
-class SlowMomentum:
+class SlowMomentum(WithMomentum):
     """SlowMo's: momentum in units of gradients, so that it survives a change of the learning rate."""
-
-    lr: float
-    momentum: float
-    momenta: dict[str, Tensor] = field(default_factory=dict)
 
     def step(self, name: str, anchor: Tensor, distance: Tensor, rate: float) -> None:
         if not rate:  # nothing can be said about gradients; ranks that moved all the same are followed
             anchor.sub_(distance)
             return
-        momentum = self.momenta.setdefault(name, torch.zeros_like(anchor))
-        momentum.mul_(self.momentum).add_(distance, alpha=1 / rate)
-        anchor.sub_(momentum, alpha=self.lr * rate)
+        anchor.sub_(self.remember(name, distance, 1 / rate), alpha=self.lr * rate)

@@ -7,8 +7,6 @@ there, and a rank whose parameters are not finite contributes nothing and takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -112,21 +110,9 @@ class PeriodicDriver(Driver):
         bad = first_not_finite((name, p.grad) for name, p in self.replica.named() if p.grad is not None)
         return f"the gradient of {bad} is not finite on this rank" if bad else ""
 
-    def after_step(self) -> None:
-        if self.gradients is not None:
-            self.gradients.after_step()
-
     def after_round(self, skipped: bool) -> None:
         if self.replica.scaler is None:
             self.count()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        if self.gradients is None:
-            yield
-            return
-        with self.gradients.no_sync():
-            yield
 
     def wait(self) -> None:
         if self.gradients is not None:
@@ -297,7 +283,7 @@ class PeriodicDriver(Driver):
                 "equally many batches, or use mode=sync"
             )
 
-    def keep_company(self, divide_by: DivideBy) -> None:
+    def keep_company(self) -> None:
         """Meet whenever the others do, the first time with what was learned since the last meeting."""
         self.is_alone = self.steps == self.met_at
         is_over = False

@@ -91,7 +91,7 @@ class Attendant:
 
     def coder(self, number: int, codec: Codec, what: str) -> Coder:
         """Of one bucket."""
-        return Coder(codec, parts_of(self.buckets[number]), torch.device("cpu"), seed_of(self.seed, self.worker, what))
+        return Coder.begin(codec, parts_of(self.buckets[number]), seed_of(self.seed, self.worker, what))
 
     def stage(self, message: Message) -> None:
         """Gradients of a bucket: those of all its parameters, and which of them the worker has."""

@@ -118,7 +118,7 @@ class Client:
             flat = self.flats[number].add_(changes)
         elif self.pull.name != "none":
             parts = parts_of(self.buckets[number])
-            self.ears[number] = Coder(self.pull, parts, torch.device("cpu"), self.seed)
+            self.ears[number] = Coder.begin(self.pull, parts, self.seed)
             self.flats[number] = flat.float()
         write(self.buckets[number], flat)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.memory import Coded
 from syncline.modes.serving.speech import listen, pack, speak, unpack
 
 
@@ -23,11 +24,24 @@ def seed_of(seed: int, worker: int, what: str) -> int:
 class Coder:
     """One direction of one bucket of one worker; both ends have one, and their states are the same."""
 
-    def __init__(self, codec: Codec, parts: tuple[Part, ...], device: torch.device, seed: int) -> None:
+    def __init__(self, codec: Codec, coded: Coded, seed: int) -> None:
         self.codec = codec
-        self.parts = parts
+        self.coded = coded
         self.seed = seed
-        self.state: State = codec.start(parts, device)
+
+    @classmethod
+    def begin(cls, codec: Codec, parts: tuple[Part, ...], seed: int) -> Coder:
+        """For who keeps nothing but the state of the codec."""
+        return cls(codec, Coded.begin(codec, parts, torch.device("cpu"), feeds_back=False), seed)
+
+    @property
+    def state(self) -> State:
+        """Of the codec."""
+        return self.coded.state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self.coded.state = state
 
     def say(self, values: Tensor, step: int) -> tuple[Tensor, Tensor, State]:
         """Words for the other end, what they mean, and the state after that; `values` hold what was left out."""
@@ -40,7 +54,8 @@ class Coder:
     def hear(self, words: Tensor, step: int, device: torch.device) -> Tensor:
         """What was meant; the state goes on."""
         state = dict(self.state)
-        zeros = torch.zeros(self.parts[-1].hi if self.parts else 0, device=device)
+        parts = self.coded.parts
+        zeros = torch.zeros(parts[-1].hi if parts else 0, device=device)
         decoder = listen(self.codec.reduce(zeros, state, self.place(step)), unpack(words))
         meant = torch.empty_like(zeros)
         decoder(meant)
@@ -49,7 +64,7 @@ class Coder:
 
     def place(self, step: int) -> Place:
         """A world of one."""
-        return Place(0, 1, step, self.seed, self.parts)
+        return Place(0, 1, step, self.seed, self.coded.parts)
 
 
 class Mirror:

@@ -196,10 +196,6 @@ class ServedDriver(Driver):
         bad = tuple(flight.number for flight in flights if flight.side.bad.item() > 0)
         self.problem = self.problem or self.what_is_wrong(False, bad)
 
-    def after_step(self) -> None:
-        if self.reducer is not None:
-            self.reducer.after_step()
-
     def after_round(self, skipped: bool) -> None:
         self.steps += 1
         self.talk(lambda: self.commit(good=not skipped), f"step {self.steps}")
@@ -241,7 +237,7 @@ class ServedDriver(Driver):
 
     def enter(self) -> None:
         """Come, or come again; the clock is that of the slowest."""
-        states = self.push.make_all_of(self.buckets)
+        states = self.push.states_of(self.buckets)
         for client in self.clients.values():
             self.steps = max(client.enter(states), 0 if self.has_left else self.steps)
         self.has_left = False
@@ -254,15 +250,6 @@ class ServedDriver(Driver):
                 client.leave(comes_back)
 
     # What the user calls
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        assert self.reducer is not None
-        before, self.reducer.is_paused = self.reducer.is_paused, True
-        try:
-            yield
-        finally:
-            self.reducer.is_paused = before
 
     @contextmanager
     def away(self) -> Iterator[None]:

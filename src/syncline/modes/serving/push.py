@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic_ns
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncline.buckets.bucket import Bucket, Side, Slot
 from syncline.codecs.codec import State
-from syncline.codecs.feedback import Feedback, Units
+from syncline.codecs.feedback import Units
+from syncline.codecs.memory import Coded, Memory, Saved
 from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
 from syncline.fabric.base import Handle, Times
@@ -28,6 +28,7 @@ from syncline.pipeline import Flight, Pipeline, parts_of
 class Pushed:
     """What was made of a bucket, until it is committed."""
 
+    coded: Coded
     left: Tensor  # what was not sent
     state: State
     units: Units
@@ -67,11 +68,9 @@ class PushPipeline(Pipeline):
         self.seed = replica.settings.seed
         self.sends_anything = isinstance(self.codec, NoCodec) and replica.settings.nonfinite == "ignore"
         self.worker = Worker(f"rank {self.fabric.rank} talks to servers")
-        self.coders: dict[int, Coder] = {}
-        self.feedback: dict[int, Feedback] = {}
+        self.memory = Memory(self.codec)
         self.pushed: dict[int, Pushed] = {}
         self.said: dict[int, int] = {}
-        self.saved: dict[str, dict[str, Any]] = {}
         self.holds = False  # nothing is pushed before the step, because gradients change after backward
 
     def units(self) -> Units:
@@ -116,68 +115,39 @@ class PushPipeline(Pipeline):
 
     def encode(self, step: int, bucket: Bucket, side: Side, units: Units) -> Tensor:
         """What a codec makes of a copy of the gradients."""
-        number = bucket.number
         work = side.values.to("cpu", torch.float32, copy=True)
-        coder = self.coder_of(number, bucket.slots)
-        if number in self.feedback:
-            self.feedback[number].add_to(work, units)
+        coded = self.coded_of(bucket.number, bucket.slots)
+        if coded.feedback is not None:
+            coded.feedback.add_to(work, units)
+        coder = Coder(self.codec, coded, seed_of(self.seed, self.fabric.rank, "push"))
         words, _, state = coder.say(work, step)
-        self.pushed[number] = Pushed(work, state, units)
+        self.pushed[bucket.number] = Pushed(coded, work, state, units)
         return words
 
-    def coder_of(self, number: int, slots: Sequence[Slot]) -> Coder:
-        """Made when it is needed."""
-        if number not in self.coders:
-            parts = parts_of(slots)
-            device = torch.device("cpu")
-            self.coders[number] = Coder(self.codec, parts, device, seed_of(self.seed, self.fabric.rank, "push"))
-            if self.codec.feedback:
-                self.feedback[number] = Feedback(parts, device)
-            self.restore(number)
-        return self.coders[number]
+    def coded_of(self, number: int, slots: Sequence[Slot]) -> Coded:
+        """What is kept of a bucket."""
+        return self.memory.of(number, lambda: parts_of(slots), torch.device("cpu"))
 
     def settle(self, applied: set[int]) -> None:
         """These servers have applied the step; elsewhere it is to be forgotten."""
         pushed, self.pushed = self.pushed, {}
         for number, one in pushed.items():
             if self.server_of[number] in applied:
-                self.coders[number].state = one.state
-                if number in self.feedback:
-                    self.feedback[number].commit(one.left, one.units)
+                one.coded.state = one.state
+                if one.coded.feedback is not None:
+                    one.coded.feedback.commit(one.left, one.units)
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        kept: dict[str, Any] = {}
-        worth: dict[str, Any] = {}
-        state: dict[str, Any] = {}
-        for number, coder in self.coders.items():
-            state |= {key: value.clone() for key, value in coder.state.items()}
-            if number in self.feedback:
-                feedback = self.feedback[number]
-                worth |= feedback.worth
-                kept |= {part.name: feedback.kept[part.lo : part.hi].clone() for part in coder.parts}
-        return {"kept": kept, "worth": worth, "state": state}
+    def state_dict(self) -> Saved:
+        return self.memory.state_dict()
 
-    def load_state_dict(self, saved: dict[str, dict[str, Any]]) -> None:
-        self.saved = saved
-        for number in self.coders:
-            self.restore(number)
+    def load_state_dict(self, saved: Saved) -> None:
+        self.memory.load_state_dict(saved)
 
-    def restore(self, number: int) -> None:
-        """Put back what was saved of the parameters of a bucket."""
-        coder = self.coders[number]
-        for key in coder.state:
-            if key in self.saved.get("state", {}):
-                coder.state[key] = self.saved["state"][key].clone()
-        for part in coder.parts if number in self.feedback else ():
-            if part.name in self.saved.get("kept", {}):
-                self.feedback[number].kept[part.lo : part.hi] = self.saved["kept"][part.name].flatten()
-                self.feedback[number].worth[part.name] = self.saved["worth"][part.name]
-
-    def make_all_of(self, buckets: Mapping[int, Sequence[Slot]]) -> dict[int, State]:
-        """Coders of all buckets, so that servers can be told their states."""
+    def states_of(self, buckets: Mapping[int, Sequence[Slot]]) -> dict[int, State]:
+        """Of the codecs of all buckets, which servers are told."""
         if isinstance(self.codec, NoCodec):
             return {}
-        return {number: self.coder_of(number, slots).state for number, slots in buckets.items()}
+        return {number: self.coded_of(number, slots).state for number, slots in buckets.items()}
 
     def close(self) -> None:
         self.worker.close(drain=False)
