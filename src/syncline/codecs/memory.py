@@ -1,0 +1,73 @@
+"""What a codec keeps from step to step, by bucket: its state, and what was not sent. It is saved by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from syncline.codecs.codec import Codec, Part, State
+from syncline.codecs.feedback import Feedback
+
+Saved = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Coded:
+    """Of one bucket."""
+
+    parts: tuple[Part, ...]
+    state: State
+    feedback: Feedback | None = None
+
+    @classmethod
+    def begin(cls, codec: Codec, parts: tuple[Part, ...], device: torch.device, feeds_back: bool) -> Coded:
+        """Before the first step."""
+        return cls(parts, codec.start(parts, device), Feedback(parts, device) if feeds_back else None)
+
+
+class Memory:
+    """Of all buckets. What was saved is put back at once, or when a bucket is met for the first time."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self.coded: dict[int, Coded] = {}
+        self.saved: Saved = {}
+
+    def of(self, number: int, parts: Callable[[], tuple[Part, ...]], device: torch.device) -> Coded:
+        """What is kept of a bucket, whose parts are asked for once."""
+        if number not in self.coded:
+            self.coded[number] = Coded.begin(self.codec, parts(), device, self.codec.feedback)
+            restore(self.coded[number], self.saved)
+        return self.coded[number]
+
+    def state_dict(self) -> Saved:
+        """By parameter."""
+        kept, worth, state = (dict(self.saved.get(kind, {})) for kind in ("kept", "worth", "state"))
+        for coded in self.coded.values():
+            state |= {key: value.clone() for key, value in coded.state.items()}
+            if coded.feedback is not None:
+                worth |= coded.feedback.worth
+                kept |= {part.name: coded.feedback.kept[part.lo : part.hi].clone() for part in coded.parts}
+        return {"kept": kept, "worth": worth, "state": state}
+
+    def load_state_dict(self, saved: Saved) -> None:
+        """Go on from there."""
+        self.saved = saved
+        for coded in self.coded.values():
+            restore(coded, saved)
+
+
+def restore(coded: Coded, saved: Saved) -> None:
+    """Put back what was saved of the parameters of a bucket."""
+    for key in coded.state:
+        if key in saved.get("state", {}):
+            coded.state[key] = saved["state"][key].clone()
+    if coded.feedback is None:
+        return
+    for part in coded.parts:
+        if part.name in saved.get("kept", {}):
+            coded.feedback.kept[part.lo : part.hi] = saved["kept"][part.name].flatten()
+            coded.feedback.worth[part.name] = saved["worth"][part.name]
