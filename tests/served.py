@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 from training import SMALL_BUCKETS, Batch, Boom, Branches, MixedTypes, Trapped, fill, frozen_below, mlp, squared
-from workers import Outcome, outcome_of
 
 import syncline
-from syncline.modes.serving import client as client_module
 from syncline.modes.serving.clock import Read
 
 STEPS = 6
@@ -59,38 +54,49 @@ def values_of(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
 # Loops as users write them. Each returns the parameters, and runs with any mode.
 
 Loop = Callable[[syncline.Fabric, How], list[Tensor]]
 
 
-def plain(fabric: syncline.Fabric, how: How, steps: int = STEPS) -> list[Tensor]:
-    model = fill(mlp(), seed=fabric.rank)
+def trained(
+    fabric: syncline.Fabric,
+    how: How,
+    model: nn.Module,
+    loss: Callable[[nn.Module, Batch], Tensor] = squared,
+    steps: int = STEPS,
+    drains: bool = False,
+) -> list[Tensor]:
+    """One backward pass and one step, again and again."""
+    fill(model, seed=fabric.rank)
     optimizer = how.make(model.parameters())
     sync = how.sync(fabric, model, optimizer)
     if not sync.serve():
         for step in range(steps):
             optimizer.zero_grad()
-            squared(model, Batch(fabric.rank, step)).backward()
+            loss(model, Batch(fabric.rank, step)).backward()
             optimizer.step()
+        if drains:
+            sync.drain()
     sync.close()
     return values_of(model)
+
+
+def in_float32(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(batch.x.float()) - batch.y.float()).square().mean()
+
+
+def plain(fabric: syncline.Fabric, how: How, steps: int = STEPS) -> list[Tensor]:
+    return trained(fabric, how, mlp(), steps=steps)
 
 
 def in_single(fabric: syncline.Fabric, how: How, steps: int = STEPS) -> list[Tensor]:
     """In float32, as codecs work in it."""
-    model = fill(mlp(torch.float32), seed=fabric.rank)
-    optimizer = how.make(model.parameters())
-    sync = how.sync(fabric, model, optimizer)
-    if not sync.serve():
-        for step in range(steps):
-            batch = Batch(fabric.rank, step)
-            optimizer.zero_grad()
-            (model(batch.x.float()) - batch.y.float()).square().mean().backward()
-            optimizer.step()
-        sync.drain()
-    sync.close()
-    return values_of(model)
+    return trained(fabric, how, mlp(torch.float32), in_float32, steps, drains=True)
 
 
 def with_schedule_and_groups(fabric: syncline.Fabric, how: How) -> list[Tensor]:
@@ -164,56 +170,30 @@ def with_no_sync(fabric: syncline.Fabric, how: How) -> list[Tensor]:
 
 def with_unused(fabric: syncline.Fabric, how: How) -> list[Tensor]:
     """`never` has no gradient anywhere, and weight decay must not move it; others are used by some, sometimes."""
-    model = fill(Branches(), seed=fabric.rank)
-    optimizer = how.make(model.parameters())
-    sync = how.sync(fabric, model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        names = ["always", *["sometimes"] * (step % 2), *["here_and_there"] * (fabric.rank == step % fabric.world)]
-        batch = Batch(fabric.rank, step)
-        (model(batch.x, names) - batch.y).square().mean().backward()
-        optimizer.step()
-    sync.close()
-    return values_of(model)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        is_its_turn = batch.rank == batch.step % fabric.world
+        names = ["always", *["sometimes"] * (batch.step % 2), *["here_and_there"] * is_its_turn]
+        return (model(batch.x, names) - batch.y).square().mean()
+
+    return trained(fabric, how, Branches(), loss)
 
 
 def with_frozen(fabric: syncline.Fabric, how: How) -> list[Tensor]:
-    model = fill(frozen_below(), seed=fabric.rank)
-    optimizer = how.make(model.parameters())
-    sync = how.sync(fabric, model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        squared(model, Batch(fabric.rank, step)).backward()
-        optimizer.step()
-    sync.close()
-    return values_of(model)
+    return trained(fabric, how, frozen_below())
 
 
 def with_mixed_types(fabric: syncline.Fabric, how: How) -> list[Tensor]:
-    model = fill(MixedTypes(), seed=fabric.rank)
-    optimizer = how.make(model.parameters())
-    sync = how.sync(fabric, model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        squared(model, Batch(fabric.rank, step)).backward()
-        optimizer.step()
-    sync.close()
-    return values_of(model)
+    return trained(fabric, how, MixedTypes())
 
 
 def with_nan(fabric: syncline.Fabric, how: How) -> list[Tensor]:
     """One worker has a NaN in one step; float32, because codecs keep that much."""
-    model = fill(mlp(torch.float32), seed=fabric.rank)
-    optimizer = how.make(model.parameters())
-    sync = how.sync(fabric, model, optimizer)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        batch = Batch(fabric.rank, step)
-        loss = (model(batch.x.float()) - batch.y.float()).square().mean()
-        (loss * float("nan") if (fabric.rank, step) == (1, 2) else loss).backward()
-        optimizer.step()
-    sync.close()
-    return values_of(model)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return in_float32(model, batch) * (float("nan") if (batch.rank, batch.step) == (1, 2) else 1.0)
+
+    return trained(fabric, how, mlp(torch.float32), loss)
 
 
 def with_an_exception(fabric: syncline.Fabric, how: How, where: str = "between gradients") -> list[Tensor]:
@@ -308,6 +288,10 @@ class Line(nn.Module):
 
 def slope_of(rank: int) -> float:
     return 1.0 + rank
+
+
+def gone(expected_slopes: float) -> Tensor:
+    return torch.full((9,), START - RATE * expected_slopes)
 
 
 @dataclass(frozen=True)
@@ -435,7 +419,7 @@ def begin(fabric: syncline.Fabric, how: How) -> tuple[nn.Module, Optimizer, sync
 
 def one_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> None:
     optimizer.zero_grad()
-    (model(batch.x.float()) - batch.y.float()).square().mean().backward()
+    in_float32(model, batch).backward()
     optimizer.step()
 
 
@@ -499,83 +483,3 @@ def slopes_drawn(rank: int, steps: int, without: int) -> Tensor:
         slopes = torch.cat([torch.randn(p.shape, generator=draws).flatten() for p in Line(40).parameters()])
         total += slopes * (step != without)
     return total
-
-
-# Faults
-
-MOMENTS = ("computing", "before commit", "waiting", "reading")
-
-
-@dataclass(frozen=True)
-class Strike:
-    """What befalls a rank in a step, and when in it."""
-
-    victim: int
-    moment: str
-    stops: bool = False  # for good, instead of being killed
-    step: int = 3
-
-    def now(self) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP if self.stops else signal.SIGKILL)
-        time.sleep(60)
-
-    def arm(self) -> None:
-        """In the process of the victim, before the optimizer's step."""
-        if self.moment == "waiting":
-            threading.Timer(0.4, self.now).start()
-        if self.moment == "reading":
-            client_module.write = lambda *_: self.now()
-
-
-def survive(fabric: syncline.Fabric, mode: str, strike: Strike, steps: int, folder: str) -> tuple[Tensor, float]:
-    """Constant gradients, and a worker that is struck; where the others end, and how long it took."""
-    model = Line()
-    optimizer = SGD(model.parameters(), lr=RATE)
-    sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
-    Path(folder, str(fabric.rank)).write_text(str(os.getpid()))
-    began = time.monotonic()
-    if not sync.serve():
-        for step in range(steps):
-            is_due = step == strike.step
-            optimizer.zero_grad()
-            if is_due and fabric.rank == strike.victim and strike.moment == "computing":
-                strike.now()
-            if is_due and fabric.rank != strike.victim and strike.moment == "waiting":
-                time.sleep(1.0)
-            model(slope_of(fabric.rank)).backward()
-            if is_due and fabric.rank == strike.victim:
-                if strike.moment == "before commit":
-                    strike.now()
-                strike.arm()
-            optimizer.step()
-        sync.drain()
-    took_s = time.monotonic() - began
-    if strike.stops:
-        victim = int(Path(folder, str(strike.victim)).read_text())
-        with suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
-    sync.close()
-    return model.first.detach().clone(), took_s
-
-
-def lose_a_server(fabric: syncline.Fabric, mode: str, victim: int) -> Outcome:
-    """A server is killed while all others train: what they are told, after how long, with the time to close."""
-    model = Line()
-    optimizer = SGD(model.parameters(), lr=RATE)
-    sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
-    if fabric.rank == victim:
-        threading.Timer(0.3, Strike(victim, "").now).start()
-    if sync.serve():
-        return Outcome("served", None, "", 0.0)
-
-    def train() -> None:
-        until = time.monotonic() + 20.0
-        while time.monotonic() < until:
-            optimizer.zero_grad()
-            model(slope_of(fabric.rank)).backward()
-            optimizer.step()
-
-    found = outcome_of(train)
-    began = time.monotonic()
-    sync.close()
-    return replace(found, seconds=found.seconds + time.monotonic() - began)

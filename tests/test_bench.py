@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from syncline.bench.codecs import MEASURED, CodecSpeed
 from syncline.bench.collectives import Results, Row
 from syncline.bench.contenders import CONTENDERS, NEEDS
-from syncline.bench.convergence import DigitClassifier, compare_codecs
+from syncline.bench.convergence import compare_codecs
 from syncline.bench.hosts import hosts, why_not
 from syncline.bench.overhead import measure_overhead
 from syncline.bench.plot import write_convergence_plot, write_plot
+from syncline.bench.tasks import DigitClassifier
 from syncline.bench.timing import Contender, measure, pattern
 from syncline.cli.main import app
 from syncline.errors import SynclineError

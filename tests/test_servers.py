@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import random
 import threading
-from collections.abc import Iterator
 from functools import partial
 from math import pi, sin
-from pathlib import Path
 
 import pytest
 import torch
-from catalogue import one_now_others_slow
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from served import (
     LOCKSTEP,
     LOOPS,
     MAKERS,
-    MOMENTS,
     RATE,
     START,
     STEPS,
     Descent,
     How,
     Line,
-    Strike,
     Turns,
     away_and_back,
+    equal,
+    gone,
     in_single,
     in_turn,
     load,
-    lose_a_server,
     plain,
     read_and_hurry,
     resumed,
@@ -41,33 +32,21 @@ from served import (
     scaled,
     slope_of,
     slopes_drawn,
-    survive,
     with_an_exception,
     with_nan,
 )
-from test_codecs import LENGTHS, SETTINGS, SHAPES, flat_parts, parts_of
 from torch import Tensor, nn
 from torch.optim import SGD
 from training import Words, frozen_below, mlp
 
 import syncline
-from syncline.codecs.codec import Part
 from syncline.codecs.registry import codec_of
-from syncline.errors import ConfigError, CorruptMessage, PairingError, PeerError, PeerLost, RankFailed
-from syncline.modes.serving import client as client_module
-from syncline.modes.serving import coders as coders_module
-from syncline.modes.serving import link as link_module
+from syncline.errors import ConfigError, PairingError, RankFailed
+from syncline.modes.asynchronous import AsyncSGD
 from syncline.modes.serving.clock import Clock
-from syncline.modes.serving.coders import Coder, Mirror
-from syncline.modes.serving.link import FabricLink, Kind, Message
-from syncline.modes.serving.speech import pack, unpack
 
 CPU = torch.device("cpu")
 DEADLINES = syncline.Deadlines(3.0, join=60.0)
-
-
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # How stale
@@ -245,10 +224,6 @@ def test_a_worker_that_is_slow_to_come_is_in_the_first_round() -> None:
 # Nothing is lost, nothing is applied twice
 
 
-def gone(expected_slopes: float) -> Tensor:
-    return torch.full((9,), START - RATE * expected_slopes)
-
-
 @pytest.mark.parametrize("mode", ["async", "bounded:ahead=2", "async:servers=2", "async:servers=2,apart=true"])
 def test_every_commit_counts_once(mode: str) -> None:
     workers, steps = 4, 20
@@ -359,144 +334,6 @@ def test_sent_plus_kept_is_the_gradient_while_the_scale_of_the_loss_changes_and_
         torch.testing.assert_close(moved + kept / world, RATE / world * total, rtol=1e-4, atol=2e-6)
 
 
-# What codecs say
-
-
-def both_ends(text: str, parts: tuple[Part, ...]) -> tuple[Coder, Coder]:
-    return Coder.begin(codec_of(text), parts, 7), Coder.begin(codec_of(text), parts, 7)
-
-
-def check_hearing(text: str, parts: tuple[Part, ...], seed: int) -> None:
-    """Three steps: what is heard is what was meant, states agree, and sent plus left is what was given."""
-    mouth, ear = both_ends(text, parts)
-    draws = torch.Generator().manual_seed(seed)
-    numel = parts[-1].hi if parts else 0
-    for step in range(3):
-        given_values = torch.randn(numel, generator=draws)
-        values = given_values.clone()
-        words, meant, mouth.state = mouth.say(values, step)
-        heard = ear.hear(words.clone(), step, CPU)
-        assert torch.equal(heard, meant)
-        assert mouth.state.keys() == ear.state.keys()
-        assert all(torch.equal(mouth.state[key], ear.state[key]) for key in mouth.state if "factor" in key)
-        if codec_of(text).feedback and not text.startswith("dgc"):
-            torch.testing.assert_close(meant + values, given_values, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("text", SETTINGS)
-def test_a_server_hears_what_a_worker_meant_bit_for_bit(text: str) -> None:
-    for length in LENGTHS:
-        check_hearing(text, flat_parts(length), length)
-    check_hearing(text, parts_of(SHAPES), 5)
-
-
-@hypothesis_settings(max_examples=60)
-@given(st.sampled_from(SETTINGS), st.integers(0, 700), st.integers(0, 100))
-def test_a_server_hears_what_a_worker_meant_at_any_length(text: str, length: int, seed: int) -> None:
-    check_hearing(text, flat_parts(length), seed)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [text for text in SETTINGS if not text.startswith(("dgc", "none")) and "vote" not in text and "scaled" not in text],
-)
-def test_a_mirror_is_what_the_worker_has_and_comes_to_the_parameters(text: str) -> None:
-    parts = parts_of(SHAPES)
-    numel = parts[-1].hi
-    start, goal = torch.zeros(numel), torch.randn(numel, generator=torch.Generator().manual_seed(1))
-    mirror, ear, mine = (
-        Mirror(Coder.begin(codec_of(text), parts, 3), start),
-        Coder.begin(codec_of(text), parts, 3),
-        start,
-    )
-    mine = mine.clone()
-    for step in range(40):
-        mine += ear.hear(mirror.changes(goal, step), step, CPU)
-        assert torch.equal(mine, mirror.flat)
-    assert (mine - goal).norm() < (0.9 if text.startswith(("topk:0.01", "powersgd", "rules")) else 0.2) * goal.norm()
-
-
-@pytest.mark.parametrize("text", SETTINGS)
-def test_messages_that_were_cut_or_torn_are_refused(text: str) -> None:
-    parts = parts_of(SHAPES)
-    mouth, ear = both_ends(text, parts)
-    words, _, _ = mouth.say(torch.randn(parts[-1].hi), 1)
-    tensors = unpack(words)
-    torn = [words[:0], words[:1], words[:-1], words[: len(words) // 2], pack([]), pack(tensors[:-1])]
-    torn += [pack([*tensors, torch.zeros(3)]), pack([tensors[0][:-1], *tensors[1:]])]
-    for position in range(1 + 2 * len(tensors)):
-        for value in (-1, 1 << 40):
-            changed = words.clone()
-            changed[position] = value
-            torn.append(changed)
-    before = dict(ear.state)
-    for message in torn:
-        with pytest.raises(CorruptMessage):
-            ear.hear(message, 1, CPU)
-    assert all(torch.equal(before[key], ear.state[key]) for key in before)
-
-
-def test_packing_keeps_every_bit() -> None:
-    tensors = [
-        torch.arange(n).to(dtype) for n in (0, 1, 7, 8, 9) for dtype in (torch.uint8, torch.float16, torch.float64)
-    ]
-    for one, other in zip(tensors, unpack(pack(tensors)), strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-
-
-def test_a_worker_whose_push_is_corrupt_is_told_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    say = coders_module.Coder.say
-    bad = coders_module.seed_of(0, 1, "push")
-
-    def torn(self: Coder, values: Tensor, step: int) -> tuple:
-        words, meant, state = say(self, values, step)
-        return (words[:-1] if self.seed == bad and step == 3 else words), meant, state
-
-    monkeypatch.setattr(coders_module.Coder, "say", torn)
-    with pytest.raises(RankFailed) as failed:
-        syncline.run(Descent("async:share=false", (6, 6, 6), codec="int8"), ranks=3, fabric="threads")
-    assert {rank: error.rank for rank, error in failed.value.failures.items()} == {1: 0}
-    place = failed.value.results[0][0]
-    torch.testing.assert_close(place, gone(6 * slope_of(0) + 2 * slope_of(1) + 6 * slope_of(2)), rtol=1e-3, atol=1e-3)
-
-
-@pytest.fixture
-def unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters are sent, as between machines."""
-    monkeypatch.setattr(client_module, "map_of_another", lambda *_: None)
-
-
-@pytest.mark.parametrize("pull", ["none", "fp16", "int8", "int4", "topk:0.3", "randomk:0.3", "powersgd:2"])
-@pytest.mark.usefixtures("unmapped")
-def test_with_every_codec_of_parameters_workers_end_with_those_of_the_servers(pull: str) -> None:
-    how = How(f"bounded:ahead=1,servers=2,pull=({pull})", codec="int8")
-    found = syncline.run(partial(in_single, how=how, steps=12), ranks=3, fabric="threads")
-    assert all(equal(one, found[0]) for one in found)
-    exact = syncline.run(partial(in_single, how=How(LOCKSTEP), steps=12), ranks=3, fabric="threads")
-    far = [torch.dist(one, other).item() for one, other in zip(found[0], exact[0], strict=True)]
-    assert max(far) < 3.0
-
-
-@pytest.mark.usefixtures("unmapped")
-def test_parameters_that_are_sent_as_they_are_make_no_difference() -> None:
-    wanted = syncline.run(partial(plain, how=How("sync")), ranks=3, fabric="threads")
-    found = syncline.run(partial(plain, how=How(f"{LOCKSTEP},servers=2")), ranks=3, fabric="threads")
-    assert all(equal(one, wanted[0]) for one in found)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("fabric", ["shm", "torch"])
-def test_processes_come_to_what_threads_come_to(fabric: str) -> None:
-    how = How(f"{LOCKSTEP},servers=2")
-    wanted = syncline.run(partial(plain, how=how), ranks=3, fabric="threads")
-    for found in syncline.run(partial(plain, how=how), ranks=3, fabric=fabric):
-        assert equal(found, wanted[0])
-    coded = How(f"{LOCKSTEP},servers=2,pull=(int8)", codec="topk:0.2")
-    one, *others = syncline.run(partial(in_single, how=coded), ranks=3, fabric=fabric)
-    assert all(equal(one, other) for other in others)
-
-
 # Checkpoints
 
 
@@ -543,120 +380,6 @@ def test_it_may_go_on_with_another_number_of_ranks(before: str, codec: str) -> N
                 torch.testing.assert_close(a, b)
 
 
-# Faults
-
-
-@pytest.fixture(scope="module")
-def started_before() -> None:
-    """What the first run of all leaves open for the next ones."""
-    for fabric in ("shm", "torch"):
-        syncline.run(rank_of, ranks=1, fabric=fabric)
-
-
-@pytest.fixture
-def nothing_open(started_before: None) -> Iterator[None]:
-    """No file of shared memory, no descriptor is left."""
-    shared, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
-    yield
-    assert set(os.listdir("/dev/shm")) == shared
-    assert len(os.listdir("/proc/self/fd")) <= descriptors
-
-
-def rank_of(fabric: syncline.Fabric) -> int:
-    return fabric.rank
-
-
-def survivors_of(mode: str, strike: Strike, fabric: str, folder: Path, world: int = 3) -> dict[int, tuple]:
-    steps = 6
-    work = partial(survive, mode=mode, strike=strike, steps=steps, folder=str(folder))
-    with pytest.raises(RankFailed) as failed:
-        syncline.run(work, ranks=world, fabric=fabric, deadlines=DEADLINES, keep_going=True)
-    assert set(failed.value.failures) == {strike.victim}, failed.value
-    rest = [rank for rank in range(world) if rank != strike.victim]
-    has_committed = strike.moment == "reading" or (strike.stops and strike.moment == "waiting")
-    full = strike.step + has_committed  # steps of the victim that count
-    slopes = full * slope_of(strike.victim) + steps * sum(map(slope_of, rest))
-    if mode.startswith(LOCKSTEP):
-        slopes = full * sum(map(slope_of, range(world))) / world + (steps - full) * sum(map(slope_of, rest)) / len(rest)
-    for place, took_s in failed.value.results.values():
-        torch.testing.assert_close(place, torch.full((3,), START - RATE * slopes))
-        assert took_s < 3 * DEADLINES.operation
-    return failed.value.results
-
-
-@pytest.mark.usefixtures("nothing_open")
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("fabric", ["shm", "torch"])
-def test_a_worker_that_is_killed_is_not_missed(fabric: str, moment: str, tmp_path: Path) -> None:
-    found = survivors_of(LOCKSTEP, Strike(2, moment), fabric, tmp_path)
-    assert max(took_s for _, took_s in found.values()) < DEADLINES.operation
-
-
-@pytest.mark.usefixtures("nothing_open")
-@pytest.mark.parametrize("moment", ["computing", "before commit", "reading"])
-@pytest.mark.parametrize("mode", ["async:share=false", "bounded:ahead=1,share=false,servers=2"])
-def test_what_a_killed_worker_has_committed_counts_and_nothing_else(mode: str, moment: str, tmp_path: Path) -> None:
-    survivors_of(mode, Strike(2, moment), "shm", tmp_path)
-
-
-@pytest.mark.usefixtures("nothing_open")
-@pytest.mark.parametrize("moment", one_now_others_slow(["reading", "computing", "before commit", "waiting"]))
-@pytest.mark.parametrize("fabric", ["shm", "torch"])
-def test_a_worker_that_is_stopped_holds_up_the_others_until_the_deadline(
-    fabric: str, moment: str, tmp_path: Path
-) -> None:
-    survivors_of(LOCKSTEP, Strike(2, moment, stops=True), fabric, tmp_path)
-
-
-@pytest.mark.usefixtures("nothing_open")
-@pytest.mark.parametrize("fabric", ["shm", "torch"])
-@pytest.mark.parametrize(("mode", "victim"), [("async:apart=true", 2), ("async", 0), ("bounded:ahead=1,servers=2", 1)])
-def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, victim: int) -> None:
-    work = partial(lose_a_server, mode=mode, victim=victim)
-    with pytest.raises(RankFailed) as failed:
-        syncline.run(work, ranks=3, fabric=fabric, deadlines=DEADLINES, keep_going=True)
-    assert set(failed.value.failures) == {victim}
-    assert len(failed.value.results) == 2
-    for outcome in failed.value.results.values():
-        assert outcome.culprit == victim, outcome
-        assert issubclass(getattr(syncline.errors, outcome.kind), PeerError)
-        assert f"server on rank {victim}" in outcome.message
-        assert outcome.seconds < DEADLINES.operation
-
-
-def test_a_server_that_is_lost_during_a_push_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the world: it is rank 0 of the pair."""
-    send = link_module.FabricLink.send
-
-    def sent(self: FabricLink, message: Message, deadline_s: float | None = None) -> None:
-        if message.kind == Kind.PUSH and message.step == 2:
-            raise PeerLost(0, "gone")
-        send(self, message, deadline_s)
-
-    monkeypatch.setattr(link_module.FabricLink, "send", sent)
-    with pytest.raises(RankFailed) as failed:
-        syncline.run(Descent("async:apart=true", (3,)), ranks=2, fabric="threads")
-    error = failed.value.failures[0]
-    assert isinstance(error, PeerLost)
-    assert error.rank == 1
-    assert "the server on rank 1" in str(error)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.usefixtures("nothing_open")
-def test_fifty_runs_with_a_random_victim_never_hang(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    modes = ["async:share=false", LOCKSTEP, "bounded:ahead=1,share=false,servers=2"]
-    for number in range(50):
-        mode, fabric = draw.choice(modes), draw.choice(["shm", "shm", "torch"])
-        moments = MOMENTS if mode == LOCKSTEP else [moment for moment in MOMENTS if moment != "waiting"]
-        strike = Strike(2, draw.choice(moments), stops=draw.random() < 0.2, step=draw.randrange(5))
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        survivors_of(mode, strike, fabric, folder)
-
-
 # Refusals
 
 
@@ -677,17 +400,36 @@ def start(model: nn.Module, ranks: int = 2, **settings: str) -> BaseException:
         ({"mode": "async:servers=2,apart=true"}, ConfigError, "start 3 ranks or more"),
         ({"mode": "bounded:ahead=-1"}, ConfigError, "try bounded:ahead=4"),
         ({"mode": "async:compensation=-1"}, ConfigError, "try 0.04"),
-        ({"mode": "async", "codec": "dgc"}, PairingError, "try pull=topk"),
-        ({"mode": "async:pull=(dgc)"}, PairingError, "try pull=topk"),
-        ({"mode": "async:pull=(rules:codec=(dgc))"}, PairingError, "try pull=topk"),
-        ({"mode": "async:pull=(onebit:vote=true,feedback=false)"}, PairingError, "try pull=topk"),
-        ({"mode": "async:pull=(randomk:0.1,scaled=true,feedback=false)"}, PairingError, "try pull=topk"),
+        ({"mode": "async:pull=(dgc)"}, PairingError, "try pull=int8"),
+        ({"mode": "async:pull=(rules:codec=(dgc))"}, PairingError, "try pull=int8"),
+        ({"mode": "async:pull=(onebit:vote=true,feedback=false)"}, PairingError, "try pull=int8"),
+        ({"mode": "async:pull=(randomk:0.1,scaled=true,feedback=false)"}, PairingError, "try pull=int8"),
     ],
 )
 def test_what_cannot_work_is_refused(settings: dict, kind: type, message: str) -> None:
     error = start(nn.Linear(2, 2), **settings)
     assert isinstance(error, kind)
     assert message in str(error)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "parameters"),
+    [
+        ("none", "none"),
+        ("bf16", "bf16"),
+        ("int4", "int4"),
+        ("powersgd:2", "powersgd:2"),
+        ("warmup:steps=3,codec=(fp16)", "warmup:steps=3,codec=(fp16)"),
+        ("topk:0.01", "int8"),
+        ("rules:codec=(topk:0.01)", "int8"),
+        ("randomk:0.1", "int8"),
+        ("dgc", "int8"),
+        ("onebit:vote=true,feedback=false", "int8"),
+    ],
+)
+def test_parameters_go_as_gradients_do_unless_that_says_too_little(gradients: str, parameters: str) -> None:
+    assert AsyncSGD().pull_codec(codec_of(gradients)) == codec_of(parameters)
+    assert AsyncSGD(pull="topk:0.5").pull_codec(codec_of(gradients)) == codec_of("topk:0.5")
 
 
 def test_sparse_gradients_are_refused() -> None:

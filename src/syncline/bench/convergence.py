@@ -1,42 +1,26 @@
-"""What codecs do to learning: real training with each of them, against dense, over seeds and at equal steps.
-
-Every rank has its own data. Two small tasks, so that all codecs with three seeds take minutes: a byte-level GPT on the
-text of the standard library, and a classifier of handwritten digits. Losses are of data that no rank has trained on.
-
-All train with SGD and momentum, the same learning rates and the same schedule: up over the first tenth, then down to a
-tenth. A codec with a momentum of its own (dgc) has plain SGD on top.
-"""
+"""What codecs do to learning: real training with each of them, against dense, over seeds and at equal steps."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field
-from functools import cache, partial
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
-from typing import Any, ClassVar, NamedTuple, Protocol
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-from syncline.codecs.codec import Codec, Part, Place, State
-from syncline.codecs.conversation import Conversation
+from syncline.bench.learning import Trained, momentum_for, train
+from syncline.bench.tasks import task_of
 from syncline.codecs.registry import codec_of
-from syncline.errors import NonFiniteGradient, SynclineError
+from syncline.errors import SynclineError
 from syncline.fabric.base import Fabric
 from syncline.launch import run
-from syncline.sync import Sync
-from syncline.workloads.digits import DigitBatches, load_digits, make_classifier
-from syncline.workloads.gpt import Shape, make_gpt
-from syncline.workloads.text import Batches, standard_library
 
 DENSE = "none"
 CODECS: tuple[str, ...] = (
@@ -54,214 +38,6 @@ CODECS: tuple[str, ...] = (
     "dgc",
     "dgc:masking=true",
 )
-MOMENTUM = 0.9
-SMALLEST_RATE = 0.1  # at the end, of the learning rate
-
-
-class Score(NamedTuple):
-    """Of a model on data that it has not seen."""
-
-    loss: float
-    accuracy: float | None = None
-
-
-class Workload(Protocol):
-    """What is trained."""
-
-    title: str
-    steps: int
-    learning_rate: float
-
-    def model(self, seed: int) -> nn.Module:
-        """As it starts."""
-
-    def losses(self, seed: int) -> Callable[[nn.Module, int, int], Tensor]:
-        """The loss of a model in a step on a rank."""
-
-    def score(self, model: nn.Module) -> Score:
-        """How good it is."""
-
-
-class SmallGpt:
-    """A GPT of 69 thousand parameters; that of `syncline demo` has 10 million, too many for all codecs and seeds."""
-
-    shape: ClassVar[Shape] = Shape(width=64, layers=1, heads=4, context=32)
-    title = "GPT of 69 k parameters, text of the standard library"
-    steps = 250
-    learning_rate = 0.05
-    batch = 8
-    held_back = 200_000  # bytes at the end of the text
-
-    def __init__(self) -> None:
-        self.text = standard_library()
-
-    def model(self, seed: int) -> nn.Module:
-        """As it starts."""
-        return make_gpt(self.shape, seed)
-
-    def losses(self, seed: int) -> Callable[[nn.Module, int, int], Tensor]:
-        """Of a batch of pieces of text."""
-        batches = Batches(self.text[: -self.held_back], self.shape.context, self.batch, seed)
-        return lambda model, step, rank: next_byte_loss(model, batches.of(step, rank))
-
-    def score(self, model: nn.Module) -> Score:
-        """On text that was held back."""
-        batches = Batches(self.text[-self.held_back :], self.shape.context, 64)
-        return Score(mean(float(next_byte_loss(model, batches.of(step, 0))) for step in range(8)))
-
-
-def next_byte_loss(model: nn.Module, text: Tensor) -> Tensor:
-    """Cross entropy of every next byte."""
-    logits = model(text[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-
-
-class DigitClassifier:
-    """A perceptron of 26 thousand parameters."""
-
-    title = "classifier of 26 k parameters, handwritten digits"
-    steps = 300
-    learning_rate = 0.05
-    batch = 16
-
-    def __init__(self) -> None:
-        self.learned, self.judged = load_digits()
-
-    def model(self, seed: int) -> nn.Module:
-        """As it starts."""
-        return make_classifier(seed=seed)
-
-    def losses(self, seed: int) -> Callable[[nn.Module, int, int], Tensor]:
-        """Of a batch of images."""
-        batches = DigitBatches(self.learned, self.batch, seed)
-
-        def of(model: nn.Module, step: int, rank: int) -> Tensor:
-            images, labels = batches.of(step, rank)
-            return F.cross_entropy(model(images), labels)
-
-        return of
-
-    def score(self, model: nn.Module) -> Score:
-        """On images that were held back."""
-        logits = model(self.judged.images)
-        right = (logits.argmax(1) == self.judged.labels).float().mean()
-        return Score(float(F.cross_entropy(logits, self.judged.labels)), float(right))
-
-
-WORKLOADS: dict[str, Callable[[], Workload]] = {"gpt": SmallGpt, "digits": DigitClassifier}
-
-
-@cache
-def workload_of(name: str) -> Workload:
-    """Its data is read once in a process."""
-    return WORKLOADS[name]()
-
-
-# On one rank
-
-
-@dataclass(frozen=True)
-class Metered(Codec):
-    """A codec, and the bytes that a rank sends for it."""
-
-    name: ClassVar[str] = "metered"
-    inner: Codec
-    sent: list[float] = field(default_factory=list, repr=False, compare=False)  # of every conversation
-
-    @property
-    def feedback(self) -> bool:  # type: ignore[override]
-        """As the one inside has it."""
-        return self.inner.feedback
-
-    def start(self, parts: Sequence[Part], device: torch.device) -> State:
-        """That of the one inside."""
-        return self.inner.start(parts, device)
-
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
-        """The same conversation."""
-        talk = self.inner.reduce(values, state, place)
-        answer: Any = None
-        while True:
-            try:
-                question = talk.send(answer)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            self.sent.append(question.wire_bytes(place.world))
-            answer = yield question
-
-
-@dataclass(frozen=True)
-class Trained:
-    """One training."""
-
-    score: Score
-    curve: list[float]  # the mean loss over ranks, of every few steps
-    sent_bytes: float  # by a rank in a step, the mean of all
-    end_sent_bytes: float  # the same in the last tenth, when codecs are warm
-    digest: str  # of the weights
-
-
-CURVE_POINTS = 50
-
-
-def train(fabric: Fabric, start: nn.Module, workload: str, codec: str, seed: int, steps: int) -> Trained:
-    """What one rank does, with a copy of the model as it starts."""
-    torch.set_num_threads(1)
-    task = workload_of(workload)
-    model = deepcopy(start)
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=momentum_for(codec_of(codec)))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_at, steps=steps))
-    metered = Metered(codec_of(codec))
-    sync = Sync(model, optimizer, fabric=fabric, codec=metered, seed=seed, nonfinite="raise")
-    loss_of = task.losses(seed)
-    losses, sent = [], []
-    with suppress(NonFiniteGradient):  # which all ranks raise in the same step
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = loss_of(model, step, fabric.rank)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-            losses.append(float(loss.detach()))
-            sent.append(sum(metered.sent))
-            metered.sent.clear()
-    sync.close()
-    losses += [math.nan] * (steps - len(losses))
-    curve = fabric.all_reduce(torch.tensor(thinned(losses)), op="mean").tolist()
-    with torch.no_grad():
-        score = task.score(model) if len(sent) == steps else Score(math.nan)
-    return Trained(score, curve, mean(sent), mean(sent[-max(1, steps // 10) :]), digest_of(model))
-
-
-def momentum_for(codec: Codec) -> float:
-    """Of the optimizer: none if the codec has its own."""
-    return 0.0 if hasattr(codec, "momentum") else MOMENTUM
-
-
-def rate_at(step: int, steps: int) -> float:
-    """Up over the first tenth, then down as a cosine does."""
-    rising = max(1, steps // 10)
-    if step < rising:
-        return (step + 1) / rising
-    done = (step - rising) / max(1, steps - rising)
-    return SMALLEST_RATE + (1 - SMALLEST_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def thinned(losses: Sequence[float]) -> list[float]:
-    """Means of neighbours, about fifty of them."""
-    width = max(1, len(losses) // CURVE_POINTS)
-    return [mean(losses[at : at + width]) for at in range(0, len(losses) - width + 1, width)]
-
-
-def digest_of(model: nn.Module) -> str:
-    """Of the bits of all parameters."""
-    found = hashlib.blake2b(digest_size=16)
-    for parameter in model.parameters():
-        found.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
-
-
-# All of them
 
 
 @dataclass(frozen=True)
@@ -315,7 +91,7 @@ def compare_codecs(
     """Every codec on every workload. Dense is trained first, whether it was asked for or not."""
     rows = []
     for workload in workloads:
-        task = workload_of(workload)
+        task = task_of(workload)
         length = steps or task.steps
         starts = [task.model(seed) for seed in range(seeds)]  # not on the ranks: threads share torch's random numbers
         with told_by_others(tell) as notes:
@@ -371,7 +147,7 @@ def check_digests(workload: str, by_rank: Sequence[dict[str, list[Trained]]]) ->
     """Ranks must end with the same bits."""
     for codec in by_rank[0]:
         for same in zip(*(of_rank[codec] for of_rank in by_rank), strict=True):
-            if len({one.digest for one in same}) > 1:
+            if any(one.digests != same[0].digests for one in same):
                 raise SynclineError(f"{workload}, {codec}: ranks have different weights, so their loss means nothing")
 
 
@@ -384,7 +160,7 @@ def row_of(
     accuracies = [one.score.accuracy for one in trained if one.score.accuracy is not None]
     return ConvergenceRow(
         workload=workload,
-        title=workload_of(workload).title,
+        title=task_of(workload).title,
         codec=codec,
         momentum=momentum_for(codec_of(codec)),
         ranks=ranks,

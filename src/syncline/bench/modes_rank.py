@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline.bench.link import LinkWatch, peak_bytes_per_s
-from syncline.bench.side_by_side import next_byte_loss
-from syncline.workloads.gpt import SHAPES, make_gpt
+from syncline.workloads.gpt import SHAPES, make_gpt, next_byte_loss
 from syncline.workloads.text import Batches, standard_library
 
 SHAPE = SHAPES["5M"]

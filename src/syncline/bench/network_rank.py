@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline
-from syncline.bench.side_by_side import Stopwatch, next_byte_loss
-from syncline.workloads.gpt import SHAPES, make_gpt
+from syncline.bench.side_by_side import Stopwatch
+from syncline.workloads.gpt import SHAPES, make_gpt, next_byte_loss
 from syncline.workloads.text import Batches, standard_library
 
 WARM_UP = 3  # steps that are not counted; DDP makes new buckets after its first

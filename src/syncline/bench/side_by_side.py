@@ -23,7 +23,7 @@ from syncline.errors import SynclineError
 from syncline.fabric.base import Fabric
 from syncline.launch import run
 from syncline.sync import Sync
-from syncline.workloads.gpt import SHAPES, make_gpt
+from syncline.workloads.gpt import SHAPES, make_gpt, next_byte_loss
 from syncline.workloads.text import Batches, standard_library
 
 METHODS = {"ddp": "PyTorch DDP over Gloo", "syncline": "Syncline"}
@@ -127,11 +127,6 @@ def accumulating(model: nn.Module, wanted: bool) -> AbstractContextManager[None]
     if wanted and isinstance(model, DistributedDataParallel):
         return model.no_sync()
     return nullcontext()
-
-
-def next_byte_loss(model: nn.Module, text: Tensor) -> Tensor:
-    """Through the model's forward, which DDP needs to see."""
-    return nn.functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
 
 class Stopwatch:

@@ -26,7 +26,7 @@ from syncline.fabric.torch import TorchFabric
 from syncline.launch import run
 from syncline.launch.init import share_memory
 from syncline.sync import Sync
-from syncline.workloads.gpt import SHAPES, make_gpt
+from syncline.workloads.gpt import SHAPES, make_gpt, next_byte_loss
 from syncline.workloads.mlp import make_mlp
 from syncline.workloads.text import Batches, standard_library
 
@@ -53,9 +53,7 @@ def gpt_workload(size: str, batch: int) -> Workload:
         batches = Batches(standard_library(), shape.context, batch)
 
         def of(step: int, rank: int) -> Tensor:
-            text = batches.of(step, rank)
-            logits = model(text[:, :-1])
-            return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+            return next_byte_loss(model, batches.of(step, rank))
 
         return of
 

@@ -16,10 +16,10 @@ from syncline.bench.codecs import CodecSpeed, measure_codecs
 from syncline.bench.collectives import MPIS, Results, compare
 from syncline.bench.contenders import CONTENDERS, present
 from syncline.bench.convergence import CODECS as CONVERGING
-from syncline.bench.convergence import WORKLOADS as LEARNED
 from syncline.bench.convergence import ConvergenceRow, compare_codecs
 from syncline.bench.network import METHODS, NetworkRow, compare_methods
 from syncline.bench.overhead import measure_overhead
+from syncline.bench.tasks import TASKS
 from syncline.bench.training import WORKLOADS, Name, StepTime, compare_training, peak_memory
 from syncline.cli import bench_modes
 from syncline.cli.progress import counting
@@ -133,7 +133,7 @@ def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
 @app.command()
 def convergence(
     codecs: Annotated[str, typer.Option(help="Each as `Sync` takes it, separated by spaces.")] = " ".join(CONVERGING),
-    workloads: Annotated[str, typer.Option(help=f"Of {', '.join(LEARNED)}.")] = ",".join(LEARNED),
+    workloads: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = ",".join(TASKS),
     seeds: Annotated[int, typer.Option(help="Trainings of each, of which the mean is taken.")] = 3,
     steps: Annotated[int, typer.Option(help="Of each training; 0 is what the workload has.")] = 0,
     ranks: Annotated[int, typer.Option(help="Each with its own data.")] = 4,
@@ -156,8 +156,8 @@ def convergence(
         codec_of(codec)
     names = [name.strip() for name in workloads.split(",")]
     for name in names:
-        if name not in LEARNED:
-            raise UnknownName("workload", name, LEARNED)
+        if name not in TASKS:
+            raise UnknownName("workload", name, TASKS)
     with counting(len(names) * len(dict.fromkeys(["none", *chosen])) * seeds) as tell:
         rows = compare_codecs(names, chosen, seeds, steps or None, ranks, tell)
     if as_json:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from time import monotonic_ns
 from typing import Any
 
 import torch
@@ -70,6 +71,24 @@ class Exchange:
 Question = Mean | Gather | Exchange
 Decoder = Callable[[Tensor], None]  # writes the mean over ranks
 Conversation = Generator[Question, Any, Decoder]
+
+
+def overheard(conversation: Conversation, heard: Callable[[Question | None, int], None]) -> Conversation:
+    """The same conversation, with somebody who is told every question and how long the codec had thought, in ns.
+
+    At the end there is no question, but there was thinking.
+    """
+    answer: Any = None
+    while True:
+        began_ns = monotonic_ns()
+        try:
+            question = conversation.send(answer)
+        except StopIteration as end:
+            heard(None, monotonic_ns() - began_ns)
+            decoder: Decoder = end.value
+            return decoder
+        heard(question, monotonic_ns() - began_ns)
+        answer = yield question
 
 
 def talk(conversations: Sequence[Conversation]) -> list[Decoder]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import monotonic_ns
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
 from syncline.codecs.codec import Codec, Place, State
-from syncline.codecs.conversation import Conversation
+from syncline.codecs.conversation import Conversation, Question, overheard
 
 
 @dataclass
@@ -22,14 +21,8 @@ class Timed(Codec):
 
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
         """The same questions."""
-        conversation = self.codec.reduce(values, state, place)
-        answer: Any = None
-        while True:
-            began_ns = monotonic_ns()
-            try:
-                question = conversation.send(answer)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            finally:
-                self.spent_ns += monotonic_ns() - began_ns
-            answer = yield question
+
+        def heard(_: Question | None, thought_ns: int) -> None:
+            self.spent_ns += thought_ns
+
+        return overheard(self.codec.reduce(values, state, place), heard)

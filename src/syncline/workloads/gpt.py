@@ -77,8 +77,13 @@ class GPT(nn.Module):
 
     def loss(self, text: Tensor) -> Tensor:
         """Cross entropy of every next byte; `text` has one byte more than is looked at."""
-        logits = self(text[:, :-1])
-        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        return next_byte_loss(self, text)
+
+
+def next_byte_loss(model: nn.Module, text: Tensor) -> Tensor:
+    """Cross entropy of every next byte, through the model's forward, which DDP needs to see."""
+    logits = model(text[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
 
 
 def start_small(module: nn.Module) -> None:

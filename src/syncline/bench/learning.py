@@ -1,0 +1,121 @@
+"""One training of one task with one codec, on one rank.
+
+All train with SGD and momentum, the same learning rates and the same schedule: up over the first tenth, then down to a
+tenth. A codec with a momentum of its own (dgc) has plain SGD on top.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import mean
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from syncline.bench.tasks import Score, task_of
+from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.conversation import Conversation, Question, overheard
+from syncline.codecs.registry import codec_of
+from syncline.errors import NonFiniteGradient
+from syncline.fabric.base import Fabric
+from syncline.guards.divergence import digest_of
+from syncline.sync import Sync
+
+MOMENTUM = 0.9
+SMALLEST_RATE = 0.1  # at the end, of the learning rate
+CURVE_POINTS = 50
+
+
+@dataclass(frozen=True)
+class Metered(Codec):
+    """A codec, and the bytes that a rank sends for it."""
+
+    name: ClassVar[str] = "metered"
+    inner: Codec
+    sent: list[float] = field(default_factory=list, repr=False, compare=False)  # of every conversation
+
+    @property
+    def feedback(self) -> bool:  # type: ignore[override]
+        """As the one inside has it."""
+        return self.inner.feedback
+
+    def start(self, parts: Sequence[Part], device: torch.device) -> State:
+        """That of the one inside."""
+        return self.inner.start(parts, device)
+
+    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+        """The same conversation."""
+
+        def heard(question: Question | None, _: int) -> None:
+            if question is not None:
+                self.sent.append(question.wire_bytes(place.world))
+
+        return overheard(self.inner.reduce(values, state, place), heard)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One training."""
+
+    score: Score
+    curve: list[float]  # the mean loss over ranks, of every few steps
+    sent_bytes: float  # by a rank in a step, the mean of all
+    end_sent_bytes: float  # the same in the last tenth, when codecs are warm
+    digests: list[int]  # of the weights
+
+
+def train(fabric: Fabric, start: nn.Module, task_name: str, codec: str, seed: int, steps: int) -> Trained:
+    """What one rank does, with a copy of the model as it starts."""
+    torch.set_num_threads(1)
+    task = task_of(task_name)
+    model = deepcopy(start)
+    optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=momentum_for(codec_of(codec)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_at, steps=steps))
+    metered = Metered(codec_of(codec))
+    sync = Sync(model, optimizer, fabric=fabric, codec=metered, seed=seed, nonfinite="raise")
+    loss_of = task.losses(seed)
+    losses, sent = [], []
+    with suppress(NonFiniteGradient):  # which all ranks raise in the same step
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(model, step, fabric.rank)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            losses.append(float(loss.detach()))
+            sent.append(sum(metered.sent))
+            metered.sent.clear()
+    sync.close()
+    losses += [math.nan] * (steps - len(losses))
+    curve = fabric.all_reduce(torch.tensor(thinned(losses)), op="mean").tolist()
+    with torch.no_grad():
+        score = task.score(model) if len(sent) == steps else Score(math.nan)
+    return Trained(
+        score, curve, mean(sent), mean(sent[-max(1, steps // 10) :]), [digest_of(p) for p in model.parameters()]
+    )
+
+
+def momentum_for(codec: Codec) -> float:
+    """Of the optimizer: none if the codec has its own."""
+    return 0.0 if hasattr(codec, "momentum") else MOMENTUM
+
+
+def rate_at(step: int, steps: int) -> float:
+    """Up over the first tenth, then down as a cosine does."""
+    rising = max(1, steps // 10)
+    if step < rising:
+        return (step + 1) / rising
+    done = (step - rising) / max(1, steps - rising)
+    return SMALLEST_RATE + (1 - SMALLEST_RATE) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def thinned(losses: Sequence[float]) -> list[float]:
+    """Means of neighbours, about fifty of them."""
+    width = max(1, len(losses) // CURVE_POINTS)
+    return [mean(losses[at : at + width]) for at in range(0, len(losses) - width + 1, width)]

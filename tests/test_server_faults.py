@@ -1,0 +1,136 @@
+"""Workers and servers that are killed or stopped, as real processes: the others go on, or are told who is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from catalogue import one_now_others_slow
+from served import LOCKSTEP, RATE, START, Descent, slope_of
+from struck import MOMENTS, Strike, lose_a_server, survive
+
+import syncline
+from syncline.errors import PeerError, PeerLost, RankFailed
+from syncline.modes.serving import link as link_module
+from syncline.modes.serving.link import FabricLink, Kind, Message
+
+CPU = torch.device("cpu")
+DEADLINES = syncline.Deadlines(3.0, join=60.0)
+
+
+@pytest.fixture(scope="module")
+def started_before() -> None:
+    """What the first run of all leaves open for the next ones."""
+    for fabric in ("shm", "torch"):
+        syncline.run(rank_of, ranks=1, fabric=fabric)
+
+
+@pytest.fixture
+def nothing_open(started_before: None) -> Iterator[None]:
+    """No file of shared memory, no descriptor is left."""
+    shared, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    yield
+    assert set(os.listdir("/dev/shm")) == shared
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+def rank_of(fabric: syncline.Fabric) -> int:
+    return fabric.rank
+
+
+def assert_survivors(mode: str, strike: Strike, fabric: str, folder: Path, world: int = 3) -> dict[int, tuple]:
+    steps = 6
+    work = partial(survive, mode=mode, strike=strike, steps=steps, folder=str(folder))
+    with pytest.raises(RankFailed) as failed:
+        syncline.run(work, ranks=world, fabric=fabric, deadlines=DEADLINES, keep_going=True)
+    assert set(failed.value.failures) == {strike.victim}, failed.value
+    rest = [rank for rank in range(world) if rank != strike.victim]
+    has_committed = strike.moment == "reading" or (strike.stops and strike.moment == "waiting")
+    full = strike.step + has_committed  # steps of the victim that count
+    slopes = full * slope_of(strike.victim) + steps * sum(map(slope_of, rest))
+    if mode.startswith(LOCKSTEP):
+        slopes = full * sum(map(slope_of, range(world))) / world + (steps - full) * sum(map(slope_of, rest)) / len(rest)
+    for place, took_s in failed.value.results.values():
+        torch.testing.assert_close(place, torch.full((3,), START - RATE * slopes))
+        assert took_s < 3 * DEADLINES.operation
+    return failed.value.results
+
+
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("fabric", ["shm", "torch"])
+def test_a_worker_that_is_killed_is_not_missed(fabric: str, moment: str, tmp_path: Path) -> None:
+    found = assert_survivors(LOCKSTEP, Strike(2, moment), fabric, tmp_path)
+    assert max(took_s for _, took_s in found.values()) < DEADLINES.operation
+
+
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize("moment", ["computing", "before commit", "reading"])
+@pytest.mark.parametrize("mode", ["async:share=false", "bounded:ahead=1,share=false,servers=2"])
+def test_what_a_killed_worker_has_committed_counts_and_nothing_else(mode: str, moment: str, tmp_path: Path) -> None:
+    assert_survivors(mode, Strike(2, moment), "shm", tmp_path)
+
+
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize("moment", one_now_others_slow(["reading", "computing", "before commit", "waiting"]))
+@pytest.mark.parametrize("fabric", ["shm", "torch"])
+def test_a_worker_that_is_stopped_holds_up_the_others_until_the_deadline(
+    fabric: str, moment: str, tmp_path: Path
+) -> None:
+    assert_survivors(LOCKSTEP, Strike(2, moment, stops=True), fabric, tmp_path)
+
+
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize("fabric", ["shm", "torch"])
+@pytest.mark.parametrize(("mode", "victim"), [("async:apart=true", 2), ("async", 0), ("bounded:ahead=1,servers=2", 1)])
+def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, victim: int) -> None:
+    work = partial(lose_a_server, mode=mode, victim=victim)
+    with pytest.raises(RankFailed) as failed:
+        syncline.run(work, ranks=3, fabric=fabric, deadlines=DEADLINES, keep_going=True)
+    assert set(failed.value.failures) == {victim}
+    assert len(failed.value.results) == 2
+    for outcome in failed.value.results.values():
+        assert outcome.culprit == victim, outcome
+        assert issubclass(getattr(syncline.errors, outcome.kind), PeerError)
+        assert f"server on rank {victim}" in outcome.message
+        assert outcome.seconds < DEADLINES.operation
+
+
+def test_a_server_that_is_lost_during_a_push_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the world: it is rank 0 of the pair."""
+    send = link_module.FabricLink.send
+
+    def sent(self: FabricLink, message: Message, deadline_s: float | None = None) -> None:
+        if message.kind == Kind.PUSH and message.step == 2:
+            raise PeerLost(0, "gone")
+        send(self, message, deadline_s)
+
+    monkeypatch.setattr(link_module.FabricLink, "send", sent)
+    with pytest.raises(RankFailed) as failed:
+        syncline.run(Descent("async:apart=true", (3,)), ranks=2, fabric="threads")
+    error = failed.value.failures[0]
+    assert isinstance(error, PeerLost)
+    assert error.rank == 1
+    assert "the server on rank 1" in str(error)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("nothing_open")
+def test_fifty_runs_with_a_random_victim_never_hang(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    modes = ["async:share=false", LOCKSTEP, "bounded:ahead=1,share=false,servers=2"]
+    for number in range(50):
+        mode, fabric = draw.choice(modes), draw.choice(["shm", "shm", "torch"])
+        moments = MOMENTS if mode == LOCKSTEP else [moment for moment in MOMENTS if moment != "waiting"]
+        workers = [2] if "servers=2" in mode else [1, 2]  # those that serve nobody
+        victim, moment = draw.choice(workers), draw.choice(moments)
+        strike = Strike(victim, moment, stops=draw.random() < 0.2, step=draw.randrange(5))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert_survivors(mode, strike, fabric, folder)
