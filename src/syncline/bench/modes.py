@@ -20,8 +20,8 @@ METHODS: tuple[str, ...] = (
     "diloco:every=32",
     f"{STREAMING} int8",
     f"{STREAMING} int4",
-    "bounded:ahead=4 topk:0.01",
-    "async topk:0.01",
+    "bounded:ahead=4,servers=4 topk:0.01",
+    "async:servers=4 topk:0.01",
 )
 FAST = "10gbit"
 DDP_STEPS = 6

@@ -51,6 +51,7 @@ class Codec(ABC):
 
     name: ClassVar[str]
     feedback: bool  # whether what was not sent is kept and sent later
+    says_all: ClassVar[bool] = True  # of every entry something is sent at every step
 
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """The state before the first step; most codecs have none."""

@@ -28,6 +28,7 @@ class DGC(Codec):
     """Top-k with momentum correction."""
 
     name: ClassVar[str] = "dgc"
+    says_all: ClassVar[bool] = False
     feedback: ClassVar[bool] = False  # type: ignore[misc]
     keep: float = 0.01  # fraction of entries sent once warm; smaller compresses more and needs longer training
     momentum: float = 0.9

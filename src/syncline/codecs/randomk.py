@@ -24,6 +24,7 @@ class RandomK(Codec):
     """A random fraction of entries."""
 
     name: ClassVar[str] = "randomk"
+    says_all: ClassVar[bool] = False
     keep: float = 0.01  # fraction of entries sent; smaller compresses more
     scaled: bool = False  # by 1/keep, which is unbiased
     feedback: bool = True

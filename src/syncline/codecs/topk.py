@@ -32,6 +32,7 @@ class TopK(Codec):
     """A fraction of entries, the largest ones."""
 
     name: ClassVar[str] = "topk"
+    says_all: ClassVar[bool] = False
     feedback: ClassVar[bool] = True  # type: ignore[misc]
     keep: float = 0.01  # fraction of entries sent; smaller compresses more
     values: str = "fp32"  # or "fp16", "int8"; what rounding takes away is kept

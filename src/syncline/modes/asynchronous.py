@@ -10,8 +10,10 @@ divides the learning rate of a push by 1 + its staleness, or `compensation`, whi
 The optimizer runs at the servers with the settings of the worker that pushes. `share=true` divides learning rates by
 the number of workers, so that a round of pushes goes as far as one synchronous step.
 
-Wire: gradients one way and parameters the other, each through the codec. On one machine parameters are read where the
-server has them. Clipping and unscaling between backward and step are respected, at the price of overlap.
+Wire: gradients one way and parameters the other, each through a codec; on one machine parameters are read where the
+server has them. A codec that speaks of some entries only, such as `topk`, is for gradients: optimizers move all
+parameters, so those go in `int8` then, unless `pull` says otherwise. Clipping and unscaling between backward and step
+are respected, at the price of overlap.
 
 Paper: Dean et al., Large scale distributed deep networks (2012); Zheng et al., DC-ASGD (2017).
 """
@@ -32,6 +34,8 @@ from syncline.modes.replica import Replica
 if TYPE_CHECKING:
     from syncline.modes.serving.driver import ServedDriver
 
+DENSE_PULL = "int8"  # a quarter of the bytes, of every parameter
+
 
 @dataclass(frozen=True)
 class AsyncSGD(Mode):
@@ -40,7 +44,7 @@ class AsyncSGD(Mode):
     name: ClassVar[str] = "async"
     servers: int = 1  # that share the parameters
     apart: bool = False  # servers are the last ranks, which do not train; else threads of the first ranks
-    pull: str = "same"  # codec of parameters on their way to workers; "same" is that of gradients
+    pull: str = "auto"  # codec of parameters on their way to workers; "auto" is that of gradients where it can be
     share: bool = True  # divide learning rates by the number of workers
     damping: bool = False  # divide learning rates by 1 + staleness
     compensation: float = 0.0  # of delay, DC-ASGD's lambda; 0.04 is a start
@@ -50,8 +54,8 @@ class AsyncSGD(Mode):
             raise ConfigError(f"servers={self.servers} is less than 1")
         if self.compensation < 0:
             raise ConfigError(f"compensation={self.compensation} is less than 0; try 0.04")
-        if self.pull != "same":
-            codec_of(self.pull)
+        if self.pull != "auto":
+            self.check_pull(codec_of(self.pull))
 
     @property
     def bound(self) -> float:
@@ -69,16 +73,31 @@ class AsyncSGD(Mode):
 
     def pull_codec(self, push: Codec) -> Codec:
         """For parameters."""
-        chosen = push if self.pull == "same" else codec_of(self.pull)
-        inner = chosen
-        while isinstance(inner, Composed):
-            inner = inner.inner()
-        if inner.name == "dgc" or getattr(inner, "vote", False) or getattr(inner, "scaled", False):
+        if self.pull != "auto":
+            return codec_of(self.pull)
+        says_all = innermost(push).says_all and tells_changes(push)
+        return push if says_all else codec_of(DENSE_PULL)
+
+    def check_pull(self, codec: Codec) -> None:
+        """Not every codec of gradients can tell how parameters have changed."""
+        if not tells_changes(codec):
             raise PairingError(
-                f"{inner.name} says nothing of sizes, scales them or adds momentum, so parameters need another codec; "
-                f"try pull=topk:0.01"
+                f"{innermost(codec).name} says nothing of sizes, scales them or adds momentum, so parameters need "
+                f"another codec; try pull={DENSE_PULL}"
             )
-        return chosen
 
     def lasting(self) -> Mode:
         return replace(self, servers=1, apart=False)
+
+
+def innermost(codec: Codec) -> Codec:
+    """What a composed codec is made of."""
+    while isinstance(codec, Composed):
+        codec = codec.inner()
+    return codec
+
+
+def tells_changes(codec: Codec) -> bool:
+    """Whether what is told, again and again, comes to what is meant."""
+    inner = innermost(codec)
+    return not (inner.name == "dgc" or getattr(inner, "vote", False) or getattr(inner, "scaled", False))
