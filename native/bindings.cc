@@ -7,9 +7,11 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <tuple>
 #include <vector>
 
 #include "build_info.h"
@@ -29,6 +31,7 @@ namespace {
 
 using Rows = nb::ndarray<const int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<nb::numpy, uint8_t, nb::shape<-1>>;
+using Move = std::tuple<uintptr_t, uintptr_t, size_t>;  // to, from, how many elements
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 
 template <class T = void>
@@ -250,9 +253,11 @@ NB_MODULE(_native, m) {
     return result;
   }, nb::sig("def build_info() -> dict[str, str]"));
 
-  m.def("divide", [](uintptr_t data, size_t count, int dtype, int divisor) {
-    return divide(at(data), count, DataType(dtype), divisor);
-  }, "data"_a, "count"_a, "dtype"_a, "divisor"_a, ReleaseGil());
+  m.def("divide", [](const std::vector<Move>& moves, int dtype, int divisor) {
+    bool finite = true;
+    for (const auto& [out, in, count] : moves) finite &= divide(at(out), at(in), count, DataType(dtype), divisor);
+    return finite;
+  }, "moves"_a, "dtype"_a, "divisor"_a, ReleaseGil());
   bind_codecs(m);
   bind_low_rank(m);
   bind_halves(m);

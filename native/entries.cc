@@ -136,7 +136,7 @@ void mean_of_entries(float* out, size_t numel, const Message* messages, size_t n
     const size_t end = std::min(at + window, numel);
     std::fill(out + at, out + end, 0.0f);
     for (size_t k = 0; k < num_messages; ++k) next[k] = add_below(out, all[k], next[k], end);
-    divide(out + at, end - at, DataType::float32, int(num_messages));
+    divide(out + at, out + at, end - at, DataType::float32, int(num_messages));
   }
 }
 

@@ -49,7 +49,9 @@ bool fold(void* out, const void* const* inputs, int num_inputs, size_t count, Da
   return best().fold(out, inputs, num_inputs, count, dtype, op, op == ReduceOp::mean ? num_inputs : 1);
 }
 
-bool divide(void* data, size_t count, DataType dtype, int divisor) { return best().divide(data, count, dtype, divisor); }
+bool divide(void* out, const void* in, size_t count, DataType dtype, int divisor) {
+  return best().divide(out, in, count, dtype, divisor);
+}
 void widen(float* out, const void* in, size_t count, DataType dtype) { best().widen(out, in, count, dtype); }
 void narrow(void* out, const float* in, size_t count, DataType dtype) { best().narrow(out, in, count, dtype); }
 void copy_bytes(void* out, const void* in, size_t bytes) { best().copy(out, in, bytes); }

@@ -17,8 +17,8 @@ namespace syncline {
 // Returns whether all results are finite, which integers are.
 bool fold(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp);
 
-// data[i] = data[i] / divisor. Returns whether all results are finite.
-bool divide(void* data, size_t count, DataType, int divisor);
+// out[i] = in[i] / divisor; `out` may be `in`. Returns whether all results are finite.
+bool divide(void* out, const void* in, size_t count, DataType, int divisor);
 
 // float32 <-> float16 or bfloat16.
 void widen(float* out, const void* in, size_t count, DataType);
@@ -30,7 +30,7 @@ void copy_bytes(void* out, const void* in, size_t bytes);
 // One set of kernels, compiled for one instruction set.
 struct KernelTable {
   bool (*fold)(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp, int divisor);
-  bool (*divide)(void* data, size_t count, DataType, int divisor);
+  bool (*divide)(void* out, const void* in, size_t count, DataType, int divisor);
   void (*widen)(float* out, const void* in, size_t count, DataType);
   void (*narrow)(void* out, const float* in, size_t count, DataType);
   void (*copy)(void* out, const void* in, size_t bytes);

@@ -62,9 +62,10 @@ void passes(T* out, const T* const* in, int num_inputs, size_t count) {
 }
 
 template <class T>
-void divide_all(T* data, size_t count, int divisor) {
+void divide_all(T* out, const T* in, size_t count, int divisor) {
   const T by = static_cast<T>(divisor);
-  for (size_t i = 0; i < count; ++i) data[i] = data[i] / by;
+#pragma GCC ivdep
+  for (size_t i = 0; i < count; ++i) out[i] = in[i] / by;
 }
 
 // Infinity and NaN have all bits of the exponent set.
@@ -115,7 +116,7 @@ bool fold_wide(T* out, const void* const* inputs, int num_inputs, size_t count, 
   for (size_t at = 0; at < count; at += tile) {
     const size_t now = count - at < tile ? count - at : tile;
     fold_tile<T, Op>(out + at, inputs, num_inputs, at, now);
-    if (divisor != 1) divide_all(out + at, now, divisor);
+    if (divisor != 1) divide_all(out + at, out + at, now, divisor);
     finite &= are_finite(out + at, now);
   }
   return finite;
@@ -217,7 +218,7 @@ bool fold_half(uint16_t* out, const void* const* inputs, int num_inputs, size_t 
       widen_all<Half>(next, static_cast<const uint16_t*>(inputs[k]) + at, now);
       pass<float, Op, 2>(partial, operands, now);
     }
-    if (divisor != 1) divide_all(partial, now, divisor);
+    if (divisor != 1) divide_all(partial, partial, now, divisor);
     narrow_all<Half>(out + at, partial, now);
     finite &= lack(out + at, now, Half::exponent);
   }
@@ -247,23 +248,23 @@ bool fold(void* out, const void* const* inputs, int num_inputs, size_t count, Da
 }
 
 template <class T>
-bool divide_tiles(void* data, size_t count, int divisor) {
+bool divide_tiles(void* out, const void* in, size_t count, int divisor) {
   bool finite = true;
   for (size_t at = 0; at < count; at += tile) {
-    T* here = static_cast<T*>(data) + at;
+    T* here = static_cast<T*>(out) + at;
     const size_t now = count - at < tile ? count - at : tile;
-    divide_all(here, now, divisor);
+    divide_all(here, static_cast<const T*>(in) + at, now, divisor);
     finite &= are_finite(here, now);
   }
   return finite;
 }
 
-bool divide(void* data, size_t count, DataType dtype, int divisor) {
+bool divide(void* out, const void* in, size_t count, DataType dtype, int divisor) {
   switch (dtype) {
-    case DataType::float32: return divide_tiles<float>(data, count, divisor);
-    case DataType::float64: return divide_tiles<double>(data, count, divisor);
-    case DataType::int32: return divide_tiles<int32_t>(data, count, divisor);
-    case DataType::int64: return divide_tiles<int64_t>(data, count, divisor);
+    case DataType::float32: return divide_tiles<float>(out, in, count, divisor);
+    case DataType::float64: return divide_tiles<double>(out, in, count, divisor);
+    case DataType::int32: return divide_tiles<int32_t>(out, in, count, divisor);
+    case DataType::int64: return divide_tiles<int64_t>(out, in, count, divisor);
     default: return true;
   }
 }

@@ -123,7 +123,10 @@ class Run {
   }
 
   void finish(int64_t lo, int64_t hi) {
-    if (call_.op == ReduceOp::mean) divide(at(mesh_.rank(), lo), uint64_t(hi - lo), dtype_, mesh_.world());
+    if (call_.op == ReduceOp::mean) {
+      void* const mine = at(mesh_.rank(), lo);
+      divide(mine, mine, uint64_t(hi - lo), dtype_, mesh_.world());
+    }
   }
 
   Engine& engine_;

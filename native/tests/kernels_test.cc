@@ -69,15 +69,18 @@ TEST(a_division_says_whether_all_is_finite) {
         std::vector<double> memory(2500), expected(2500);
         fill(memory.data(), 2500, dtype, at);
         for (uint64_t i = 0; i < 2500; ++i) set(expected.data(), i, dtype, twin_value(memory.data(), i, dtype) / 3);
-        CHECK(table.divide(memory.data(), 2500, dtype, 3));
+        std::vector<double> elsewhere(2500);
+        CHECK(table.divide(elsewhere.data(), memory.data(), 2500, dtype, 3));
+        CHECK(first_difference(elsewhere.data(), expected.data(), 2500, dtype) < 0);
+        CHECK(table.divide(memory.data(), memory.data(), 2500, dtype, 3));
         CHECK(first_difference(memory.data(), expected.data(), 2500, dtype) < 0);
         for (const double bad : {double(NAN), double(INFINITY), double(-INFINITY)}) {
           set(memory.data(), at, dtype, bad);
-          CHECK(!table.divide(memory.data(), 2500, dtype, 3));
+          CHECK(!table.divide(memory.data(), memory.data(), 2500, dtype, 3));
         }
       }
     std::vector<int32_t> whole = {-7, 7, INT32_MIN, 0x7f800000};
-    CHECK(table.divide(whole.data(), 4, DataType::int32, 2));
+    CHECK(table.divide(whole.data(), whole.data(), 4, DataType::int32, 2));
     CHECK(whole[0] == -3 && whole[1] == 3);
   });
 }

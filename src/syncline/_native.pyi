@@ -37,8 +37,8 @@ def orthonormalize(rows: int, factors: int, length: int) -> None: ...
 
 def narrow(out: int, values: int, count: int, dtype: int) -> None: ...
 def widen(out: int, halves: int, count: int, dtype: int) -> None: ...
-def divide(data: int, count: int, dtype: int, divisor: int) -> bool:
-    """Divide in place; returns whether all quotients are finite."""
+def divide(moves: list[tuple[int, int, int]], dtype: int, divisor: int) -> bool:
+    """Write quotients: to, from, how many; to may be from. Returns whether all are finite."""
 
 class Handle:
     """A call that was submitted."""

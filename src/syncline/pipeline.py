@@ -22,12 +22,14 @@ from syncline.codecs.feedback import Units
 from syncline.codecs.memory import Coded, Memory, Saved
 from syncline.codecs.none import NoCodec
 from syncline.codecs.timed import Timed
+from syncline.collectives.execute import Op
 from syncline.fabric.base import Fabric, Handle, Times
 from syncline.fabric.worker import Worker
 from syncline.guards.finite import is_finite
 from syncline.tracing.quality import Quality, Watch
 from syncline.tracing.spans import BucketSpan, Recorder
 
+DIVIDED_EARLY = (torch.float32, torch.float64)  # sums of others are divided when they are whole
 MOST_SAMPLED = 1 << 16  # entries of a bucket
 
 
@@ -88,10 +90,15 @@ class Pipeline:
         self.collective = collective
         self.recorder = recorder
 
+    def divisor_of(self, dtype: torch.dtype) -> int:
+        """By which gradients are divided on their way into a bucket, because an engine only adds."""
+        return self.fabric.world if self.collective == "engine" and dtype in DIVIDED_EARLY else 1
+
     def start(self, step: int, bucket: Bucket) -> Flight:
         """Send a bucket off. Its memory belongs to the fabric until it is waited for."""
         ready_ns = monotonic_ns()
-        handle = self.fabric.all_reduce_async(bucket.side.flat, op="mean", collective=self.collective)
+        op: Op = "mean" if bucket.divisor == 1 else "sum"
+        handle = self.fabric.all_reduce_async(bucket.side.flat, op=op, collective=self.collective)
         return Flight(bucket, bucket.side, handle, ready_ns)
 
     def wait(self, flight: Flight) -> None:
@@ -103,6 +110,9 @@ class Pipeline:
         waited_to_ns = monotonic_ns()
         flight.has_arrived = True
         flight.side.finite = flight.handle.finite()
+        if flight.bucket.divisor != 1:  # shares that are finite have a finite sum
+            flight.side.finite = not flight.side.bad.item() or None
+            flight.side.bad.zero_()
         times = flight.handle.times()
         nbytes = flight.bucket.nbytes
         self.recorder.buckets.append(
@@ -140,6 +150,9 @@ class CodecPipeline(Pipeline):
         self.memory = Memory(codec)
         self.watch = Watch()
         fabric.at_close.append(self.close)
+
+    def divisor_of(self, dtype: torch.dtype) -> int:
+        return 1  # a codec's answers are means
 
     def start(self, step: int, bucket: Bucket) -> Flight:
         side, ready_ns = bucket.side, monotonic_ns()

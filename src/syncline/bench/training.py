@@ -1,8 +1,9 @@
-"""Training steps of several contenders on the same ranks: no synchronization, DDP over Gloo, and ours.
+"""Training steps of several contenders on the same ranks: no synchronization, a barrier, DDP over Gloo, and ours.
 
-Contenders take turns, a few steps each, so that a slow moment of the machine hits all of them alike. All start from the
-same weights and see the same batches; at the end those that synchronize must have the same weights, to rounding, or
-their times mean nothing.
+Contenders take turns, a few steps each, so that a slow moment of the machine hits all of them alike, and each is
+compared with the others of its turn. All start from the same weights and see the same batches; at the end those that
+synchronize must have the same weights, to rounding, or their times mean nothing. The barrier moves no data: what it
+adds is the waiting for the slower rank, which no synchronization can do without.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from syncline.workloads.gpt import SHAPES, make_gpt, next_byte_loss
 from syncline.workloads.mlp import make_mlp
 from syncline.workloads.text import Batches, standard_library
 
-Name = Literal["alone", "ddp", "syncline", "syncline over gloo", "syncline topk"]
-NAMES: tuple[Name, ...] = ("alone", "ddp", "syncline", "syncline over gloo")
+Name = Literal["alone", "barrier", "ddp", "syncline", "syncline over gloo", "syncline topk"]
+NAMES: tuple[Name, ...] = ("alone", "barrier", "ddp", "syncline", "syncline over gloo")
+WITHOUT_DATA = ("alone", "barrier")  # each rank has its own weights
 Step = Callable[[int], None]
 
 
@@ -101,7 +103,9 @@ class Contender:
         self.optimizer = workload.optimizer(self.model)
         trained: nn.Module = self.model
         self.sync: Sync | None = None
-        if name == "ddp":
+        if name == "barrier":
+            self.optimizer.register_step_pre_hook(lambda *_: fabrics["shm"].barrier())
+        elif name == "ddp":
             trained = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         elif name == "syncline":
             self.sync = Sync(self.model, self.optimizer, fabric=fabrics["shm"])
@@ -135,7 +139,7 @@ def time_training(
                 contender.step(number)
             if turn:
                 seconds[name].append((time.perf_counter() - started) / steps)
-    check_weights({name: contender.model for name, contender in contenders.items() if name != "alone"})
+    check_weights({name: contender.model for name, contender in contenders.items() if name not in WITHOUT_DATA})
     return seconds
 
 
@@ -170,13 +174,15 @@ def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int 
     slowest = {
         name: [max(pair) for pair in zip(*(of_rank[name] for of_rank in by_rank), strict=True)] for name in names
     }
-    medians = {name: median(times) for name, times in slowest.items()}
-    alone, ddp = medians.get("alone", 0.0), medians.get("ddp", 0.0)
     title = WORKLOADS[workload]().name
-    return [
-        StepTime(title, name, taken, taken - alone, (taken - alone) / alone if alone else 0.0, ddp / taken)
-        for name, taken in medians.items()
-    ]
+    return [step_time(title, name, taken, slowest["alone"], slowest["ddp"]) for name, taken in slowest.items()]
+
+
+def step_time(title: str, name: str, taken: list[float], alone: list[float], ddp: list[float]) -> StepTime:
+    """Compared turn by turn, because the machine is not as fast in all of them."""
+    added_s = median(mine - other for mine, other in zip(taken, alone, strict=True))
+    faster = median(other / mine for mine, other in zip(taken, ddp, strict=True))
+    return StepTime(title, name, median(taken), added_s, added_s / median(alone), faster)
 
 
 # What it costs in memory, and in a world of one

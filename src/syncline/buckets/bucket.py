@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from syncline.buckets.shares import put
 from syncline.fabric.base import Fabric
 
 SMALL_BYTES = 64 << 10  # a gradient up to this size is placed together with others
@@ -24,7 +25,7 @@ SMALL_BYTES = 64 << 10  # a gradient up to this size is placed together with oth
 class Slot:
     """One parameter's place in a bucket, and what has happened to its gradient in this pass."""
 
-    __slots__ = ("bucket", "expected", "fired", "is_small", "is_sparse", "name", "parameter", "view")
+    __slots__ = ("bucket", "expected", "fired", "is_divided", "is_small", "is_sparse", "name", "parameter", "view")
 
     view: Tensor
     bucket: Bucket
@@ -35,12 +36,17 @@ class Slot:
         self.is_sparse = is_sparse  # then it has no bucket
         self.is_small = parameter.nbytes <= SMALL_BYTES
         self.fired = 0  # gradients that came in this pass
+        self.is_divided = False  # by the number of ranks, in this pass
         self.expected = 1  # that come in a pass; more than one where parts of the graph have a backward of their own
 
     def place(self) -> None:
         """See that the gradient is in the bucket, and is what the optimizer will find."""
         gradient = self.parameter.grad
-        if gradient is not self.view and gradient is not None:
+        if gradient is None or self.is_divided:
+            return
+        if self.bucket.divisor != 1:
+            self.bucket.put_divided([self])
+        elif gradient is not self.view:
             self.view.copy_(gradient.to_dense() if gradient.is_sparse else gradient.detach())
             self.parameter.grad = self.view
 
@@ -75,11 +81,14 @@ class Bucket:
         has_verdict: bool,
         sides: int = 1,
         dtype: torch.dtype | None = None,
+        divisor: int = 1,
     ) -> None:
         self.number = number  # the order in which buckets leave
         self.slots = slots
         self.small = [slot for slot in slots if slot.is_small]
         self.missing = 0  # gradients that are still to come
+        self.divisor = divisor  # of gradients on their way in, where the fabric only adds
+        self.finite: bool | None = True  # whether all that was divided is; None where nobody has looked
         dtype = dtype or (slots[0].parameter.dtype if slots else torch.float32)
         self.sides = [Side(fabric, slots, dtype, has_verdict) for _ in range(sides)]
         self.side = self.sides[0]
@@ -104,8 +113,29 @@ class Bucket:
         """Of the gradients."""
         return self.side.values.nbytes
 
+    def begin(self) -> None:
+        """Get ready for the gradients of a pass."""
+        self.missing = len(self.slots)
+        self.finite = True
+        for slot in self.slots:
+            slot.is_divided = False
+
+    def put_divided(self, slots: Sequence[Slot]) -> None:
+        """Take in gradients, or divide those that have come to be here."""
+        if not slots:
+            return
+        gradients = [slot.parameter.grad for slot in slots]
+        finite = put(gradients, [slot.view for slot in slots], self.divisor)  # type: ignore[arg-type]
+        self.finite = None if finite is None or self.finite is None else self.finite and finite
+        for slot in slots:
+            slot.parameter.grad = slot.view
+            slot.is_divided = True
+
     def place_small(self) -> None:
         """Place all small gradients in one call: one by one, the calls would cost more than the copies."""
+        if self.divisor != 1:
+            self.put_divided([slot for slot in self.small if not slot.is_divided and slot.parameter.grad is not None])
+            return
         moved = [slot for slot in self.small if slot.parameter.grad is not slot.view]
         gradients = [slot.parameter.grad for slot in moved]
         if any(gradient is None or gradient.is_sparse for gradient in gradients):

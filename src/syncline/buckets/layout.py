@@ -32,6 +32,7 @@ class Layout:
         bucket_bytes: int,
         sides: int,
         came: CameHook,
+        divisor_of: Callable[[torch.dtype], int],
         fixed: bool = False,
     ) -> None:
         """`fixed`: buckets are those of the order of registration, which needs no agreement."""
@@ -42,6 +43,7 @@ class Layout:
         self.sides = sides
         self.fixed = fixed
         self.came = came  # told whenever a gradient has been accumulated
+        self.divisor_of = divisor_of  # of gradients on their way into a bucket
         self.frozen: Named = []
         self.slots: list[Slot] = []
         self.sparse: list[Slot] = []
@@ -96,7 +98,9 @@ class Layout:
         groups = groups or [[]]
         for group in groups:
             carries = has_verdict and group is groups[-1]
-            self.buckets.append(Bucket(self.fabric, len(self.buckets), group, carries, self.sides))
+            divisor = self.divisor_of(group[0].parameter.dtype) if group else 1
+            bucket = Bucket(self.fabric, len(self.buckets), group, carries, self.sides, divisor=divisor)
+            self.buckets.append(bucket)
         if has_verdict:
             self.judged = self.buckets[-1]
 

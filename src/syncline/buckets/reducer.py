@@ -63,7 +63,14 @@ class Reducer:
         self.together = together  # what else ranks say to each other in a pass
         sides = 1 if shape.lags_after is None else 2
         self.layout = Layout(
-            fabric, sparse_names, shape.first_bucket_bytes, shape.bucket_bytes, sides, self.gradient_came, shape.fixed
+            fabric,
+            sparse_names,
+            shape.first_bucket_bytes,
+            shape.bucket_bytes,
+            sides,
+            self.gradient_came,
+            pipeline.divisor_of,
+            shape.fixed,
         )
         self.layout.adopt(named)
         self.current: Pass | None = None
@@ -126,7 +133,7 @@ class Reducer:
         self.passes += 1
         self.layout.turn_for(self.passes)
         for bucket in self.layout.buckets:
-            bucket.missing = len(bucket.slots)
+            bucket.begin()
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.fired = 0
         begun = Pass(self.passes, synchronizes, has_data)
@@ -158,13 +165,13 @@ class Reducer:
 
     def came_again(self, slot: Slot, current: Pass) -> None:
         """More gradients than in the first pass; too late if the bucket has left, because it would be torn."""
-        if slot.is_sparse or slot.bucket.number >= current.next_bucket:
+        if slot.is_sparse or (slot.bucket.number >= current.next_bucket and not slot.is_divided):
             slot.expected = slot.fired
             return
         raise LateGradient(
-            f"{slot.name} received gradient {slot.fired} of this pass after its bucket had left; in the first pass "
-            f"there were {slot.expected}. Its graph changes from step to step, and parts of it have backward passes of "
-            f"their own: use checkpoint(..., use_reentrant=False), or wrap the backward pass in sync.no_sync()"
+            f"{slot.name} received gradient {slot.fired} of this pass after it had left or was ready to; in the first "
+            f"pass there were {slot.expected}. Its graph changes from step to step, and parts of it have backward "
+            f"passes of their own: use checkpoint(..., use_reentrant=False), or wrap it in sync.no_sync()"
         )
 
     def send_full_buckets(self, current: Pass) -> None:
@@ -180,7 +187,7 @@ class Reducer:
 
     def send(self, bucket: Bucket, current: Pass) -> None:
         """The next bucket leaves."""
-        bucket.side.bad.zero_()
+        bucket.side.bad.fill_(not bucket.finite)
         bucket.side.finite = None
         if bucket is self.layout.judged:
             write_verdict(bucket, self.fabric.rank, current.failed or self.is_tainted, current.has_data)

@@ -251,6 +251,8 @@ def train(
 ) -> None:
     """Training steps on two ranks: no synchronization, DDP over Gloo, and ours through shared memory and Gloo.
 
+    `barrier` moves no data: it is the least that any synchronization adds.
+
     `syncline bench train --workloads "gpt;mlp"`
     """
     if repeats < 1:

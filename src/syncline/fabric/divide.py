@@ -21,7 +21,9 @@ def divide(total: Tensor, world: int) -> bool | None:
     if native is None or total.device.type != "cpu":
         divide_plainly(total, world)
         return None
-    finite: bool = native.divide(total.data_ptr(), total.numel(), DTYPES.index(total.dtype), world)
+    finite: bool = native.divide(
+        [(total.data_ptr(), total.data_ptr(), total.numel())], DTYPES.index(total.dtype), world
+    )
     return finite
 
 

@@ -1,0 +1,84 @@
+"""Gradients that are divided on their way into a bucket, where an engine only adds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import syncline
+from syncline.buckets.shares import put, put_plainly
+
+LAYOUTS = {
+    "contiguous": lambda values: values,
+    "transposed": lambda values: values.t().contiguous().t(),
+    "with gaps": lambda values: values.repeat_interleave(2, 1)[:, ::2],
+    "sparse": lambda values: values.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_put_equals_its_twin(layout: str, dtype: torch.dtype) -> None:
+    gradients = [LAYOUTS[layout](torch.randn(shape, dtype=dtype)) for shape in [(1, 3), (37, 41), (300, 7)]]
+    natively, plainly = ([torch.zeros(one.shape, dtype=dtype) for one in gradients] for _ in range(2))
+    finite = put(gradients, natively, 3)
+    put_plainly(gradients, plainly, 3)
+    assert finite is (True if layout == "contiguous" else None)
+    assert all(map(torch.equal, natively, plainly))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 5000])
+def test_what_is_not_finite_is_seen_on_the_way(bad: float, at: int) -> None:
+    gradients = [torch.randn(10), torch.randn(5001)]
+    gradients[1][at] = bad
+    assert put(gradients, [torch.zeros(10), torch.zeros(5001)], 2) is False
+
+
+def gradients_of(fabric: syncline.Fabric, backwards: int, set_to_none: bool) -> tuple[Tensor, float]:
+    """The gradient at the third step, and what it should be: each pass adds rank + 1 to a mean of what was there."""
+    model = nn.Linear(70, 300, bias=False)  # larger than what is placed together with others
+    small = nn.Linear(2, 3, bias=False)
+    both = nn.ModuleList([model, small])
+    optimizer = SGD(both.parameters(), lr=0.0)
+    syncline.Sync(both, optimizer, fabric=fabric, check_every=1)
+    expected = 0.0
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        expected = 0.0
+        for _ in range(backwards):
+            ((model.weight.sum() + small.weight.sum()) * (fabric.rank + 1)).backward()
+            expected += (fabric.world + 1) / 2
+        optimizer.step()
+    found = torch.cat([parameter.grad.view(-1) for parameter in both.parameters()])
+    return found, expected
+
+
+@pytest.mark.parametrize("backwards", [1, 2, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_every_pass_divides_once_what_is_new_and_what_was_there(backwards: int, set_to_none: bool) -> None:
+    for found, expected in syncline.run(lambda f: gradients_of(f, backwards, set_to_none), ranks=3, fabric="torch"):
+        torch.testing.assert_close(found, torch.full_like(found, expected))
+
+
+def with_nan(fabric: syncline.Fabric, shape: tuple[int, int]) -> tuple[list[bool], bool]:
+    """Whether weights are finite after each step, and stayed as they were in the one where a gradient was NaN."""
+    model = nn.Linear(*shape, bias=False)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    syncline.Sync(model, optimizer, fabric=fabric)
+    seen, weights = [], []
+    for step in range(4):
+        optimizer.zero_grad()
+        factor = float("nan") if step == 2 and fabric.rank == 1 else 1.0
+        (model.weight.sum() * factor).backward()
+        optimizer.step()
+        weights.append(model.weight.detach().clone())
+        seen.append(bool(weights[-1].isfinite().all()))
+    return seen, torch.equal(weights[1], weights[2]) and not torch.equal(weights[2], weights[3])
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (70, 300)])
+def test_a_bad_gradient_of_one_rank_is_known_to_all(shape: tuple[int, int]) -> None:
+    assert syncline.run(lambda f: with_nan(f, shape), ranks=2, fabric="torch") == [([True] * 4, True)] * 2
