@@ -6,15 +6,16 @@ Every rank has its own data; scores are of data that no rank has trained on.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import mean
-from typing import ClassVar, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from syncline.workloads.digits import DigitBatches, load_digits, make_classifier
-from syncline.workloads.gpt import Shape, make_gpt, next_byte_loss
+from syncline.workloads.gpt import SHAPES, Shape, make_gpt, next_byte_loss
 from syncline.workloads.text import Batches, standard_library
 
 
@@ -28,9 +29,17 @@ class Score(NamedTuple):
 class Task(Protocol):
     """What is trained."""
 
-    title: str
-    steps: int
-    learning_rate: float
+    @property
+    def title(self) -> str:
+        """For people."""
+
+    @property
+    def steps(self) -> int:
+        """Of a training."""
+
+    @property
+    def learning_rate(self) -> float:
+        """At its highest."""
 
     def model(self, seed: int) -> nn.Module:
         """As it starts."""
@@ -42,18 +51,17 @@ class Task(Protocol):
         """How good it is."""
 
 
-class SmallGpt:
-    """A GPT of 69 thousand parameters; that of `syncline demo` has 10 million, too many for all codecs and seeds."""
+@dataclass(frozen=True)
+class GptTask:
+    """A GPT on the text of the standard library."""
 
-    shape: ClassVar[Shape] = Shape(width=64, layers=1, heads=4, context=32)
-    title = "GPT of 69 k parameters, text of the standard library"
-    steps = 250
-    learning_rate = 0.05
-    batch = 8
-    held_back = 200_000  # bytes at the end of the text
-
-    def __init__(self) -> None:
-        self.text = standard_library()
+    title: str
+    shape: Shape
+    steps: int
+    batch: int
+    learning_rate: float = 0.05
+    held_back: int = 200_000  # bytes at the end of the text
+    text: Tensor = field(default_factory=standard_library, repr=False, compare=False)
 
     def model(self, seed: int) -> nn.Module:
         """As it starts."""
@@ -68,6 +76,17 @@ class SmallGpt:
         """On text that was held back."""
         batches = Batches(self.text[-self.held_back :], self.shape.context, 64)
         return Score(mean(float(next_byte_loss(model, batches.of(step, 0))) for step in range(8)))
+
+
+def small_gpt() -> GptTask:
+    """Small enough for all codecs and seeds in some minutes."""
+    shape = Shape(width=64, layers=1, heads=4, context=32)
+    return GptTask("GPT of 69 k parameters, text of the standard library", shape, steps=250, batch=8)
+
+
+def demo_gpt() -> GptTask:
+    """That of `syncline demo`; a training takes a minute or two."""
+    return GptTask("GPT of 10 M parameters, text of the standard library", SHAPES["10M"], steps=150, batch=2)
 
 
 class DigitClassifier:
@@ -102,7 +121,8 @@ class DigitClassifier:
         return Score(float(F.cross_entropy(logits, self.judged.labels)), float(right))
 
 
-TASKS: dict[str, Callable[[], Task]] = {"gpt": SmallGpt, "digits": DigitClassifier}
+TASKS: dict[str, Callable[[], Task]] = {"gpt": small_gpt, "digits": DigitClassifier, "demo": demo_gpt}
+QUICK = ("gpt", "digits")
 
 
 @cache

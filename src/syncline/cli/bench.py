@@ -19,7 +19,7 @@ from syncline.bench.convergence import CODECS as CONVERGING
 from syncline.bench.convergence import ConvergenceRow, compare_codecs
 from syncline.bench.network import METHODS, NetworkRow, compare_methods
 from syncline.bench.overhead import measure_overhead
-from syncline.bench.tasks import TASKS
+from syncline.bench.tasks import QUICK, TASKS
 from syncline.bench.training import WORKLOADS, Name, StepTime, compare_training, peak_memory
 from syncline.cli import bench_modes
 from syncline.cli.progress import counting
@@ -133,19 +133,21 @@ def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
 @app.command()
 def convergence(
     codecs: Annotated[str, typer.Option(help="Each as `Sync` takes it, separated by spaces.")] = " ".join(CONVERGING),
-    workloads: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = ",".join(TASKS),
+    workloads: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = ",".join(QUICK),
     seeds: Annotated[int, typer.Option(help="Trainings of each, of which the mean is taken.")] = 3,
     steps: Annotated[int, typer.Option(help="Of each training; 0 is what the workload has.")] = 0,
     ranks: Annotated[int, typer.Option(help="Each with its own data.")] = 4,
     html: Annotated[Path, typer.Option(metavar="FILE", help="Where the plot goes.")] = Path("bench-convergence.html"),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
-    """What codecs do to learning: two small trainings with each of them, against dense at equal steps.
+    """What codecs do to learning: small trainings with each of them, against dense at equal steps.
 
     A GPT on the text of Python's standard library, and a classifier of handwritten digits (needs scikit-learn). Losses
     are of data that no rank has trained on. A ratio of 1.05 is a loss 5 % above that of dense.
 
     All of it, some minutes: `syncline bench convergence`
+
+    The GPT of the demo, 10 M parameters, an hour: `syncline bench convergence --workloads demo`
 
     One question: `syncline bench convergence --workloads digits --codecs "topk:0.01 topk:0.1"`
     """
