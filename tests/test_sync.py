@@ -8,7 +8,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from catalogue import PROCESS_FABRICS
+from catalogue import FABRICS, PROCESS_FABRICS
 from references import same_bits
 from torch import Tensor
 from training import (
@@ -21,8 +21,10 @@ from training import (
     STEPS,
     Batch,
     Failing,
+    Refused,
     Result,
     Run,
+    Unequal,
     Uneven,
     be_surprised,
     buckets_before_and_after,
@@ -33,22 +35,29 @@ from training import (
     gradients_between,
     in_a_world_of_one,
     in_an_order_of_its_own,
+    join_in_pairs,
     leave_it,
     local_gradients,
     lose_batches,
+    make_many_passes,
     make_one_after_the_other,
+    make_unequal_passes,
     memory_of_gradients,
+    mlp,
     normalized,
     of_layers,
+    squared_in_single,
     surprised_alone,
     train_all,
     train_all_with_ddp,
     train_alone,
     train_named,
+    train_unequally_alone,
     train_unevenly,
     train_unevenly_alone,
     train_unevenly_in_turn,
     train_unevenly_with_ddp,
+    train_with_no_sync,
     two_backwards_without_failed_steps,
     watch_buckets_leave,
     without_failed_batches,
@@ -58,6 +67,7 @@ from training import (
 
 import syncline
 from syncline.buckets.assign import Item, assign
+from syncline.buckets.passes import MOST_TURNS
 from syncline.errors import RankFailed
 from syncline.units import MIB
 
@@ -319,6 +329,74 @@ def test_uneven_inputs_end_as_they_do_with_ddp() -> None:
             assert_close(joined.parameters, results[case].parameters, 1e-10)
 
 
+# Ranks that make different numbers of backward passes before a step
+
+
+TWICE = replace(PLAIN, settings={"accumulate": 2})
+CODED = replace(PLAIN, settings={"codec": "topk:keep=0.1"}, model=partial(mlp, torch.float32), loss=squared_in_single)
+REFUSED = {
+    "2 and 1": (Unequal((2, 1)), "pass 2 since the last step of rank 0, and pass 1 since the last step of rank 1"),
+    "1 and 2": (Unequal((1, 2)), "pass 1 since the last step of rank 0, and pass 2 since the last step of rank 1"),
+    "3 and 2": (Unequal((3, 2)), "pass 3 since the last step of rank 0, and pass 1 since the last step of rank 1"),
+    "1, 3 and 1": (Unequal((1, 3, 1)), "pass 1 since the last step of ranks 0, 2, and pass 2 since the last step of"),
+    "accumulated": (Unequal((4, 2), scenario=TWICE), "pass 2 since the last step of rank 0, and pass 1 since the"),
+    "with a codec": (Unequal((1, 2), scenario=CODED), "pass 1 since the last step of rank 0, and pass 2 since the"),
+}
+
+
+def assert_refused(ranks: Sequence[Refused], text: str) -> None:
+    """All of them, in the same pass, which changed nothing, and once and for all."""
+    for refused in ranks:
+        assert isinstance(refused, Refused), refused
+        assert text in refused.error
+        assert "sync.no_sync()" in refused.error
+        assert refused.number == ranks[0].number
+        assert refused.again == [refused.error] * 3
+        assert all(same_bits(one, other) for one, other in zip(refused.before, refused.after, strict=True))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_pass_is_refused_if_some_ranks_have_stepped_since_the_last_one_and_others_have_not(name: str) -> None:
+    unequal, text = REFUSED[name]
+    world = len(unequal.counts)
+    assert_refused(syncline.run(partial(make_unequal_passes, unequal=unequal), world, "threads", DEADLINES), text)
+
+
+@pytest.mark.parametrize("fabric", PROCESS_FABRICS)
+@pytest.mark.parametrize("name", ["2 and 1", "with a codec"])
+def test_processes_that_make_different_numbers_of_passes_are_refused(name: str, fabric: str) -> None:
+    unequal, text = REFUSED[name]
+    assert_refused(syncline.run(partial(make_unequal_passes, unequal=unequal), WORLD, fabric, DEADLINES), text)
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+def test_a_rank_that_waits_for_one_that_has_left_after_fewer_passes_is_told(fabric: str) -> None:
+    """There is no pass of the other's to compare with."""
+    waits, left = syncline.run(partial(make_unequal_passes, unequal=Unequal((2, 1), steps=1)), 2, fabric, DEADLINES)
+    assert left == "went well"
+    assert waits.startswith("PeerLost: rank 1 ")
+    assert "stepped after fewer passes (wrap all but the last in sync.no_sync())" in waits
+
+
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_many_backward_passes_before_a_step_are_not_taken_for_different_numbers(world: int) -> None:
+    """More than are told apart, in 16 bits."""
+    assert_replicas(syncline.run(partial(make_many_passes, count=MOST_TURNS + 3), world, "threads", DEADLINES))
+
+
+@pytest.mark.parametrize("counts", [(3, 1), (1, 2, 4)], ids=str)
+def test_ranks_may_make_different_numbers_of_passes_with_no_sync(counts: tuple[int, ...]) -> None:
+    unequal = Unequal(counts)
+    ranks = syncline.run(partial(train_with_no_sync, unequal=unequal), len(counts), "threads", DEADLINES)
+    assert_replicas(ranks)
+    assert_close(ranks[0].parameters, train_unequally_alone(unequal).parameters, 1e-10)
+
+
+@pytest.mark.parametrize("batches", [(5, 6), (4, 3), (6, 3, 5)], ids=str)
+def test_ranks_that_joined_between_two_passes_of_a_step_train_on(batches: tuple[int, ...]) -> None:
+    assert_replicas(syncline.run(partial(join_in_pairs, batches=batches), len(batches), "threads", DEADLINES))
+
+
 # Exceptions
 
 
@@ -376,6 +454,14 @@ def test_all_ranks_fail_and_go_on_with_the_next_batch(where: str) -> None:
 def test_a_step_is_skipped_if_one_of_its_backwards_fails(ranks: set[int], accumulate: int, first: bool) -> None:
     failing = Failing("between gradients", frozenset(ranks), "step", settings=(("accumulate", accumulate),))
     results = syncline.run(partial(fail_in_one_of_two_backwards, failing=failing, first=first), 2, "threads", DEADLINES)
+    assert_replicas(results)
+    assert_close(results[0].parameters, two_backwards_without_failed_steps(failing, 2).parameters, 1e-10)
+
+
+@pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}], ids=str)
+def test_a_rank_whose_last_backward_of_a_step_fails_may_go_on_with_the_next_step(ranks: set[int]) -> None:
+    failing = Failing("between gradients", frozenset(ranks), "next")
+    results = syncline.run(partial(fail_in_one_of_two_backwards, failing=failing, first=False), 2, "threads", DEADLINES)
     assert_replicas(results)
     assert_close(results[0].parameters, two_backwards_without_failed_steps(failing, 2).parameters, 1e-10)
 

@@ -9,7 +9,7 @@ SynclineError
     PeerLost           a rank died or left
     PeerStalled        a rank is alive as far as we know, but did not arrive before the deadline
     PeerAborted        a rank gave up for a reason of its own: it was interrupted, or closed the fabric
-    Desync             ranks called different things; nothing was sent
+    Desync             ranks did different things; nothing was sent, or what was sent was not used
     CorruptMessage     what a codec received is not what a codec sends; nothing was written
     JoinFailed         the ranks could not form a group
     FabricClosed       the fabric was closed, or belongs to the process that this one was forked from
@@ -99,7 +99,7 @@ class PeerAborted(PeerError):
 
 
 class Desync(FabricError):
-    """Ranks called different things."""
+    """Ranks did different things."""
 
 
 class CorruptMessage(FabricError):

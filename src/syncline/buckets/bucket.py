@@ -6,7 +6,8 @@
 
 The flags are 1 where this rank has that gradient and 0 where it has none; they are averaged along with the values, so a
 mean of 0 says that no rank had it, which costs no message. Bad is set by a rank whose gradients a codec cannot encode.
-The verdict is what all ranks must know at the end of a pass: whether one of them failed, and which took part with data.
+The verdict is what all ranks must know at the end of a pass: whether one of them failed, which took part with data, and
+how many passes each has made since its last step.
 """
 
 from __future__ import annotations

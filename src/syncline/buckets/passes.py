@@ -9,8 +9,13 @@ from typing import Any, Self
 from torch import Tensor
 
 from syncline.buckets.bucket import Bucket, Slot
+from syncline.fabric.agreement import some_ranks
 from syncline.fabric.base import Handle
 from syncline.pipeline import Flight
+
+NO_DATA = 0
+UNSURE = -1  # of its turn is a rank that has not stepped since a pass that nobody could use
+MOST_TURNS = 62  # that are told apart: the mean over ranks of such a number is exact enough in 16 bits
 
 
 @dataclass(frozen=True)
@@ -20,11 +25,31 @@ class Verdict:
     failed: bool  # a rank failed in its backward pass, so the gradients mean nothing
     bad: tuple[int, ...]  # buckets that were not finite on some rank before they were encoded
     active: tuple[int, ...]  # ranks that took part with data
+    turns: tuple[int, ...] = ()  # of each rank: how many passes it has made since its last step, with this one
 
     @property
     def is_good(self) -> bool:
         """Whether the gradients can be used."""
-        return not self.failed and not self.bad
+        return not self.failed and not self.bad and len(self.sure_turns) < 2
+
+    @property
+    def sure_turns(self) -> dict[int, list[int]]:
+        """Ranks by their turn; more than one turn if some have stepped between passes and others have not."""
+        ranks: dict[int, list[int]] = {}
+        for rank, turn in enumerate(self.turns):
+            if turn not in (NO_DATA, UNSURE):
+                ranks.setdefault(turn, []).append(rank)
+        return ranks
+
+    def told_apart(self) -> str:
+        """What each rank did, where they differ."""
+        sides = [f"pass {turn} since the last step of {some_ranks(who)}" for turn, who in self.sure_turns.items()]
+        return (
+            f"ranks made different numbers of backward passes before a step, so this one was not used: it is "
+            f"{', and '.join(sides)}. Some have stepped without the others, so replicas are not equal any more; make "
+            f"another Sync to begin from rank 0. Before a step all ranks must synchronize equally often: wrap all "
+            f"backward passes but the last in sync.no_sync()"
+        )
 
 
 @dataclass
@@ -33,13 +58,18 @@ class Pass:
 
     number: int
     synchronizes: bool  # whether gradients are sent in it
-    has_data: bool = True  # False for a rank that only keeps the others company
+    turn: int = 1  # how many passes this rank has made since its last step, NO_DATA if it only keeps company, or UNSURE
     failed: bool = False  # an exception ended it, so nobody may use it
     autograd_pass: int = -1  # the engine's number, which changes in nested ones
     next_bucket: int = 0
     flights: list[Flight] = field(default_factory=list)
     order: list[Slot] = field(default_factory=list)  # in which gradients came; only of the first pass
     ending: Handle | None = None  # what a codec still has to do when all flights have arrived
+
+    @property
+    def has_data(self) -> bool:
+        """False for a rank that only keeps the others company."""
+        return self.turn != NO_DATA
 
 
 @dataclass(frozen=True)
@@ -73,15 +103,16 @@ class KeptPass:
         return cls(saved["number"], verdict, gradients)
 
 
-def write_verdict(bucket: Bucket, rank: int, failed: bool, has_data: bool) -> None:
+def write_verdict(bucket: Bucket, rank: int, failed: bool, turn: int) -> None:
     """What this rank has to say."""
     bucket.side.verdict.zero_()
     bucket.side.verdict[0] = float(failed)
-    bucket.side.verdict[1 + rank] = float(has_data)
+    bucket.side.verdict[1 + rank] = float(min(turn, MOST_TURNS))
 
 
 def read_verdict(flights: Sequence[Flight]) -> Verdict:
     """The same on every rank, when all these have arrived."""
     (words,) = [flight.side.verdict.tolist() for flight in flights if len(flight.side.verdict)]
     bad = tuple(flight.number for flight in flights if flight.side.bad.item() > 0)
-    return Verdict(words[0] > 0, bad, tuple(rank for rank, part in enumerate(words[1:]) if part > 0))
+    turns = tuple(round(word * (len(words) - 1)) for word in words[1:])
+    return Verdict(words[0] > 0, bad, tuple(rank for rank, turn in enumerate(turns) if turn != NO_DATA), turns)

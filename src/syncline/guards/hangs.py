@@ -45,13 +45,15 @@ def last_produced(rank: int, step: int, their_step: int, sent: int, buckets: Seq
 
 def cause(error: PeerError, step: int, their_step: int, sent: int, computing: bool, names: Sequence[str]) -> str:
     """The most likely reason."""
+    earlier = (
+        "it left the loop earlier (fewer batches: use sync.join()), stepped after fewer passes (wrap all but the last "
+        "in sync.no_sync())"
+    )
     if isinstance(error, PeerLost):
-        return "its process died; look at what it printed last, and at the kernel's log for a lack of memory"
+        died = "its process died; look at what it printed last, and at the kernel's log for a lack of memory"
+        return f"{earlier}, or {died}" if their_step < step else died
     if their_step < step:
-        return (
-            "it never began this backward pass: it left the loop earlier (fewer batches: use sync.join()), took "
-            "another branch, or waits for its data"
-        )
+        return f"it never began this backward pass: {earlier}, took another branch, or waits for its data"
     if computing:
         first = names[0] if names else "the next gradient"
         return f"it is stuck or stopped in its backward pass before {first}, or took a branch that the others did not"

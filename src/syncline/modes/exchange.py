@@ -75,7 +75,7 @@ class Exchange:
                 for slot in bucket.slots:
                     fill(slot)
             if bucket is fragment.buckets[-1]:
-                write_verdict(bucket, self.fabric.rank, failed=False, has_data=contributes)
+                write_verdict(bucket, self.fabric.rank, failed=False, turn=int(contributes))
             fragment.flights.append(self.pipeline.start(self.rounds, bucket))
         fragment.ending = self.pipeline.finish(fragment.flights, lambda: True)
 
