@@ -27,13 +27,17 @@ from workers import (
     finds_current,
     rank_and_process,
     returns_what_cannot_travel,
+    stop_for_a_while,
+    stop_for_good,
+    take_longer,
 )
 
 import syncline
 from syncline.current import resolve
-from syncline.errors import ConfigError, FabricError, PeerLost, RankFailed, UnknownName
+from syncline.errors import ConfigError, FabricError, PeerLost, PeerStalled, RankFailed, UnknownName
 from syncline.fabric.threads import Threads
-from syncline.launch.failures import ProcessEnded
+from syncline.launch import processes
+from syncline.launch.failures import ProcessEnded, ProcessStopped
 
 everywhere = pytest.mark.parametrize("fabric", FABRICS)
 over_processes = pytest.mark.parametrize("fabric", PROCESS_FABRICS)
@@ -190,6 +194,66 @@ def test_the_others_are_stopped_even_if_they_do_not_listen(fabric: str) -> None:
     assert time.monotonic() - started < 20.0
     assert list(caught.value.failures) == [3]
     assert ranks_left() == []
+
+
+# Ranks that are stopped
+
+
+def failed_with_stopped_ranks(tmp_path: Path, victims: list[int], fabric: str, keep_going: bool, meet: bool) -> dict:
+    """The failures of a run; it ends in time after the last of the ranks that are not stopped."""
+    work = partial(stop_for_good, victims=victims, folder=str(tmp_path), meet=meet)
+    with pytest.raises(
+        RankFailed, match=f"rank {victims[0]} failed first:\n\nthe process of rank .* was stopped"
+    ) as caught:
+        syncline.run(work, 3, fabric, syncline.Deadlines(2.0), keep_going)
+    last = max(float(report.read_text()) for report in tmp_path.iterdir())
+    assert time.monotonic() - last < processes.GRACE_S + processes.ENDING_S
+    assert ranks_left() == []
+    assert [rank for rank, error in caught.value.failures.items() if type(error) is ProcessStopped] == victims
+    assert caught.value.results == ({} if meet else {rank: rank for rank in range(3) if rank not in victims})
+    return caught.value.failures
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 1.0)
+
+
+@pytest.mark.usefixtures("short_grace")
+@over_processes
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_a_stopped_rank_that_others_wait_for_is_killed_after_they_have_failed(
+    tmp_path: Path, fabric: str, keep_going: bool
+) -> None:
+    failures = failed_with_stopped_ranks(tmp_path, [1], fabric, keep_going, meet=True)
+    assert [(type(failures[rank]), failures[rank].rank) for rank in (0, 2)] == [(PeerStalled, 1)] * 2
+
+
+@pytest.mark.usefixtures("short_grace")
+@over_processes
+@pytest.mark.parametrize(("keep_going", "victims"), [(True, [1]), (False, [0, 2])])
+def test_stopped_ranks_are_killed_after_the_others_have_ended(
+    tmp_path: Path, fabric: str, keep_going: bool, victims: list[int]
+) -> None:
+    assert list(failed_with_stopped_ranks(tmp_path, victims, fabric, keep_going, meet=False)) == victims
+
+
+@pytest.mark.parametrize("fabric", PROCESS_FABRICS[:1])
+@pytest.mark.parametrize("victims", [[1], [0, 1, 2]], ids=str)
+def test_a_rank_that_is_stopped_for_a_while_only_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, fabric: str, victims: list[int]
+) -> None:
+    """When all are stopped, as by somebody who wants the machine for a while, there is no hurry at all."""
+    monkeypatch.setattr(processes, "GRACE_S", 3.0 if victims == [1] else 0.3)
+    assert syncline.run(partial(stop_for_a_while, victims=victims, seconds=1.0), 3, fabric) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fabric", PROCESS_FABRICS[:1])
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_a_rank_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch, fabric: str, keep_going: bool) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 0.3)
+    work = partial(take_longer, slow=1, seconds=1.5)
+    assert syncline.run(work, 3, fabric, keep_going=keep_going) == [0, 1, 2]
 
 
 # Nothing is left behind

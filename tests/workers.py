@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -272,6 +273,34 @@ def with_a_stopped_rank(fabric: syncline.Fabric, victim: int, collective: str) -
         be_stopped()
     fabric.all_reduce(noise(fabric.rank, 400, torch.float32), collective=collective)
     fabric.barrier()
+
+
+def stop_for_good(fabric: syncline.Fabric, victims: Sequence[int], folder: str, meet: bool) -> int:
+    """Some ranks are stopped; the others wait for them, or have their result without them, and say when."""
+    fabric.barrier()
+    if fabric.rank in victims:
+        be_stopped()
+    try:
+        if meet:
+            fabric.barrier()
+    finally:
+        Path(folder, str(fabric.rank)).write_text(str(time.monotonic()))
+    return fabric.rank
+
+
+def stop_for_a_while(fabric: syncline.Fabric, victims: Sequence[int], seconds: float) -> int:
+    """Some ranks are stopped, and a helper of theirs lets them go on."""
+    if fabric.rank in victims:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        be_stopped()
+    return fabric.rank
+
+
+def take_longer(fabric: syncline.Fabric, slow: int, seconds: float) -> int:
+    """One rank ends long after the others."""
+    if fabric.rank == slow:
+        time.sleep(seconds)
+    return fabric.rank
 
 
 # Starting and ending

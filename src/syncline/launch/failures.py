@@ -23,6 +23,17 @@ class ProcessEnded(SynclineError):
         return f"the process of rank {self.rank} exited with code {self.exit_code} before it had a result"
 
 
+class ProcessStopped(SynclineError):
+    """A rank's process was stopped by a signal, and the others have ended without it."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return f"the process of rank {self.rank} was stopped, as SIGSTOP does, and did not go on; it was killed"
+
+
 @dataclass(frozen=True)
 class Failure:
     """One rank's failure."""

@@ -8,6 +8,7 @@ pass, which torch does not allow to be forked.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -21,10 +22,11 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from syncline.current import using
-from syncline.launch.failures import Failure, ProcessEnded, rank_failed
+from syncline.launch.failures import Failure, ProcessEnded, ProcessStopped, rank_failed
 
 if TYPE_CHECKING:
     from syncline.fabric.base import Fabric
@@ -33,6 +35,7 @@ T = TypeVar("T")
 PRELOADED = ["torch.distributed", "torch._dynamo", "syncline.launch"]  # optimizers import the second, slowly
 GRACE_S = 5.0  # for the others to fail by themselves, with an error that says why
 ENDING_S = 2.0  # between asking a process to end and killing it
+LOOK_S = 0.2  # between looks at processes that may be stopped
 
 
 class Join(Protocol):
@@ -107,17 +110,28 @@ def start(context: BaseContext, number: int, world: int, join: Join, fn: Callabl
 
 
 def collect(ranks: list[Rank], keep_going: bool) -> list[Any]:
-    """Wait for all ranks; once one has failed, for a little longer only, unless they are to go on."""
-    until: float | None = None
+    """Wait for all ranks; once one has failed, for a little longer only, unless they are to go on.
+
+    When all that have not ended are stopped, they have as long to go on.
+    """
+    until = stopped_until = math.inf
     while waiting := [rank for rank in ranks if not rank.heard]:
-        left = None if until is None else max(until - time.monotonic(), 0.0)
-        ready = wait([rank.inbox for rank in waiting], timeout=left)
-        if not ready:
+        left = min(until, stopped_until) - time.monotonic()
+        if left <= 0:
             break
+        nobody_ended = len(waiting) == len(ranks)
+        ready = wait([rank.inbox for rank in waiting], timeout=None if nobody_ended else min(left, LOOK_S))
         for rank in (rank for rank in waiting if rank.inbox in ready):
             hear(rank, order=sum(other.heard for other in ranks))
-            if rank.failure and until is None and not keep_going:
-                until = time.monotonic() + GRACE_S
+            if rank.failure and not keep_going:
+                until = min(until, time.monotonic() + GRACE_S)
+        if nobody_ended or ready or not all(map(is_stopped, waiting)):
+            stopped_until = math.inf
+        else:
+            stopped_until = min(stopped_until, time.monotonic() + GRACE_S)
+    for rank in filter(is_stopped, waiting):
+        stopped = ProcessStopped(rank.number)
+        rank.failure = Failure(rank.number, stopped, str(stopped), len(ranks) + rank.number)
     failures = [rank.failure for rank in ranks if rank.failure]
     if failures:
         raise rank_failed(failures, {rank.number: rank.result for rank in ranks if succeeded(rank)})
@@ -127,6 +141,14 @@ def collect(ranks: list[Rank], keep_going: bool) -> list[Any]:
 def succeeded(rank: Rank) -> bool:
     """Whether a result has come."""
     return rank.heard and rank.failure is None
+
+
+def is_stopped(rank: Rank) -> bool:
+    """Whether a process is kept from running by a signal, as by SIGSTOP; one that a debugger holds is not."""
+    try:
+        return Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def hear(rank: Rank, order: int) -> None:
@@ -148,7 +170,9 @@ def hear(rank: Rank, order: int) -> None:
 def end(ranks: list[Rank]) -> None:
     """Leave no process behind."""
     for rank in ranks:
-        if not succeeded(rank):
+        if is_stopped(rank):
+            rank.process.kill()  # it would not hear anything else
+        elif not succeeded(rank):
             rank.process.terminate()
     until = time.monotonic() + ENDING_S
     for rank in ranks:

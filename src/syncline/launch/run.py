@@ -37,6 +37,9 @@ def run(
     `Threads(faults=[...])`. Inside `fn` that fabric is the current one. When a rank fails the others are stopped, and
     `RankFailed` is raised with the traceback of the rank that failed first. With `keep_going` they are not stopped,
     which is for modes that survive the loss of a rank; the results of those that succeeded are in the error.
+
+    A rank that is stopped, as by SIGSTOP, is waited for as long as others work. When all that are left are stopped,
+    they have 5 s to go on; then they are killed, and are among the failures. One that is only slow is not hurried.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} is less than 1; try ranks=2")
