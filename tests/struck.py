@@ -6,9 +6,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from served import RATE, Line, slope_of
 from torch import Tensor
@@ -42,12 +40,11 @@ class Strike:
             client_module.write = lambda *_: self.now()
 
 
-def survive(fabric: syncline.Fabric, mode: str, strike: Strike, steps: int, folder: str) -> tuple[Tensor, float]:
+def survive(fabric: syncline.Fabric, mode: str, strike: Strike, steps: int) -> tuple[Tensor, float]:
     """Constant gradients, and a worker that is struck; where the others end, and how long it took."""
     model = Line()
     optimizer = SGD(model.parameters(), lr=RATE)
     sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
-    Path(folder, str(fabric.rank)).write_text(str(os.getpid()))
     began = time.monotonic()
     if not sync.serve():
         for step in range(steps):
@@ -65,10 +62,6 @@ def survive(fabric: syncline.Fabric, mode: str, strike: Strike, steps: int, fold
             optimizer.step()
         sync.drain()
     took_s = time.monotonic() - began
-    if strike.stops:
-        victim = int(Path(folder, str(strike.victim)).read_text())
-        with suppress(ProcessLookupError):
-            os.kill(victim, signal.SIGKILL)
     sync.close()
     return model.first.detach().clone(), took_s
 

@@ -20,7 +20,7 @@ from syncline.errors import (
     UnknownName,
 )
 from syncline.fabric.blame import peer_error
-from syncline.launch.failures import Failure, ProcessEnded, rank_failed
+from syncline.launch.failures import Failure, ProcessEnded, ProcessStopped, rank_failed
 
 
 def every_error() -> list[type[SynclineError]]:
@@ -73,6 +73,7 @@ EXAMPLES = [
     Desync("ranks differ"),
     ScheduleError("wrong"),
     ProcessEnded(1, -9),
+    ProcessStopped(1),
     rank_failed([Failure(1, ValueError("no"), "Traceback", 0)], {0: "result"}),
 ]
 

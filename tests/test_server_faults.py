@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from struck import MOMENTS, Strike, lose_a_server, survive
 
 import syncline
 from syncline.errors import PeerError, PeerLost, RankFailed
+from syncline.launch.failures import ProcessEnded, ProcessStopped
 from syncline.modes.serving import link as link_module
 from syncline.modes.serving.link import FabricLink, Kind, Message
 
@@ -43,12 +43,13 @@ def rank_of(fabric: syncline.Fabric) -> int:
     return fabric.rank
 
 
-def assert_survivors(mode: str, strike: Strike, fabric: str, folder: Path, world: int = 3) -> dict[int, tuple]:
+def assert_survivors(mode: str, strike: Strike, fabric: str, world: int = 3) -> dict[int, tuple]:
     steps = 6
-    work = partial(survive, mode=mode, strike=strike, steps=steps, folder=str(folder))
+    work = partial(survive, mode=mode, strike=strike, steps=steps)
     with pytest.raises(RankFailed) as failed:
         syncline.run(work, ranks=world, fabric=fabric, deadlines=DEADLINES, keep_going=True)
     assert set(failed.value.failures) == {strike.victim}, failed.value
+    assert type(failed.value.failures[strike.victim]) is (ProcessStopped if strike.stops else ProcessEnded)
     rest = [rank for rank in range(world) if rank != strike.victim]
     has_committed = strike.moment == "reading" or (strike.stops and strike.moment == "waiting")
     full = strike.step + has_committed  # steps of the victim that count
@@ -64,25 +65,23 @@ def assert_survivors(mode: str, strike: Strike, fabric: str, folder: Path, world
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("fabric", ["shm", "torch"])
-def test_a_worker_that_is_killed_is_not_missed(fabric: str, moment: str, tmp_path: Path) -> None:
-    found = assert_survivors(LOCKSTEP, Strike(2, moment), fabric, tmp_path)
+def test_a_worker_that_is_killed_is_not_missed(fabric: str, moment: str) -> None:
+    found = assert_survivors(LOCKSTEP, Strike(2, moment), fabric)
     assert max(took_s for _, took_s in found.values()) < DEADLINES.operation
 
 
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("moment", ["computing", "before commit", "reading"])
 @pytest.mark.parametrize("mode", ["async:share=false", "bounded:ahead=1,share=false,servers=2"])
-def test_what_a_killed_worker_has_committed_counts_and_nothing_else(mode: str, moment: str, tmp_path: Path) -> None:
-    assert_survivors(mode, Strike(2, moment), "shm", tmp_path)
+def test_what_a_killed_worker_has_committed_counts_and_nothing_else(mode: str, moment: str) -> None:
+    assert_survivors(mode, Strike(2, moment), "shm")
 
 
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("moment", one_now_others_slow(["reading", "computing", "before commit", "waiting"]))
 @pytest.mark.parametrize("fabric", ["shm", "torch"])
-def test_a_worker_that_is_stopped_holds_up_the_others_until_the_deadline(
-    fabric: str, moment: str, tmp_path: Path
-) -> None:
-    assert_survivors(LOCKSTEP, Strike(2, moment, stops=True), fabric, tmp_path)
+def test_a_worker_that_is_stopped_holds_up_the_others_until_the_deadline(fabric: str, moment: str) -> None:
+    assert_survivors(LOCKSTEP, Strike(2, moment, stops=True), fabric)
 
 
 @pytest.mark.usefixtures("nothing_open")
@@ -122,15 +121,13 @@ def test_a_server_that_is_lost_during_a_push_is_named(monkeypatch: pytest.Monkey
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("nothing_open")
-def test_fifty_runs_with_a_random_victim_never_hang(tmp_path: Path) -> None:
+def test_fifty_runs_with_a_random_victim_never_hang() -> None:
     draw = random.Random(0)
     modes = ["async:share=false", LOCKSTEP, "bounded:ahead=1,share=false,servers=2"]
-    for number in range(50):
+    for _ in range(50):
         mode, fabric = draw.choice(modes), draw.choice(["shm", "shm", "torch"])
         moments = MOMENTS if mode == LOCKSTEP else [moment for moment in MOMENTS if moment != "waiting"]
         workers = [2] if "servers=2" in mode else [1, 2]  # those that serve nobody
         victim, moment = draw.choice(workers), draw.choice(moments)
         strike = Strike(victim, moment, stops=draw.random() < 0.2, step=draw.randrange(5))
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert_survivors(mode, strike, fabric, folder)
+        assert_survivors(mode, strike, fabric)

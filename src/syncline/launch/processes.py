@@ -125,7 +125,7 @@ def collect(ranks: list[Rank], keep_going: bool) -> list[Any]:
             hear(rank, order=sum(other.heard for other in ranks))
             if rank.failure and not keep_going:
                 until = min(until, time.monotonic() + GRACE_S)
-        if nobody_ended or ready or not all(map(is_stopped, waiting)):
+        if ready or not all(map(is_stopped, waiting)):
             stopped_until = math.inf
         else:
             stopped_until = min(stopped_until, time.monotonic() + GRACE_S)
