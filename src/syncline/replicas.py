@@ -93,16 +93,6 @@ def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
             start += tensor.nbytes + -tensor.nbytes % WORD_BYTES
 
 
-def average_buffers(fabric: Fabric, buffers: Sequence[Tensor], root: int) -> None:
-    """The mean of floating-point buffers; counters and masks are those of one rank."""
-    for buffer in buffers:
-        if buffer.is_floating_point():
-            mean = buffer.data.clone()
-            fabric.all_reduce(mean, op="mean")
-            buffer.data.copy_(mean)
-    broadcast_tensors(fabric, [buffer for buffer in buffers if not buffer.is_floating_point()], root)
-
-
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[int, str, Tensor]]:
     """The tensors of optimizer states, in the order of their parameters: its position, the name in the state, it."""
     position = 0

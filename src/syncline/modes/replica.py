@@ -13,15 +13,10 @@ from syncline.buckets.parameters import Named, parameters_of
 from syncline.codecs.feedback import Units
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import compare_replicas
+from syncline.modes.buffers import SettledBuffers
 from syncline.modes.settings import Settings
 from syncline.pipeline import Pipeline, make_pipeline
-from syncline.replicas import (
-    average_buffers,
-    broadcast_optimizers,
-    broadcast_tensors,
-    model_tensors,
-    optimizer_tensors,
-)
+from syncline.replicas import broadcast_optimizers, broadcast_tensors, model_tensors, optimizer_tensors
 from syncline.tracing.spans import Recorder
 
 
@@ -36,6 +31,7 @@ class Replica:
     fabric: Fabric
     collective: str
     recorder: Recorder = field(default_factory=Recorder)
+    settled_buffers: SettledBuffers = field(init=False, default_factory=SettledBuffers)  # between the ranks of `fabric`
 
     def named(self) -> Named:
         """Its parameters."""
@@ -66,11 +62,8 @@ class Replica:
 
     def settle_buffers(self, root: int) -> None:
         """Make the buffers of modules equal, if that is wanted."""
-        buffers = [buffer for buffer in self.model.buffers() if buffer.numel()]
-        if self.settings.buffers == "broadcast":
-            broadcast_tensors(self.fabric, buffers, root)
-        elif self.settings.buffers == "average":
-            average_buffers(self.fabric, buffers, root)
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if buffer.numel()}
+        self.settled_buffers.settle(self.fabric, self.settings.buffers, buffers, root)
 
     def take_state_of(self, root: int) -> None:
         """Give everyone what one rank has."""
