@@ -12,10 +12,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from batches import Batch, fill
+from losses import squared
+from models import Boom, Branches, MixedTypes, Trapped, frozen_below, mlp
+from runs import SMALL_BUCKETS
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
-from training import SMALL_BUCKETS, Batch, Boom, Branches, MixedTypes, Trapped, fill, frozen_below, mlp, squared
 
 import syncline
 from syncline.modes.serving.clock import Read

@@ -8,11 +8,13 @@ from functools import partial
 
 import pytest
 import torch
+from batches import Batch, fill
 from catalogue import PROCESS_FABRICS
+from losses import squared
+from models import normalized
 from references import same_bits
 from torch import Tensor, nn
 from trainees import DEADLINES, PLAIN
-from training import Batch, fill, normalized, squared
 
 import syncline
 from syncline.fabric.threads import Threads

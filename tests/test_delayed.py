@@ -8,10 +8,11 @@ from contextlib import suppress
 
 import pytest
 import torch
+from batches import Batch, fill
+from models import Boom, Branches, Trapped, Words, normalized
 from references import same_bits
 from torch import Tensor, nn
 from trainees import ADAM, DEADLINES, HEAVY, PLAIN, Trainee, delayed_by_hand, gradients_of, place_of, start
-from training import Batch, Boom, Branches, Trapped, Words, fill, normalized
 
 import syncline
 from syncline.errors import ConfigError, RankFailed

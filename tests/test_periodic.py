@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from batches import Batch, fill
+from losses import squared
+from models import frozen_below, mlp, normalized
 from references import same_bits
 from torch import Tensor, nn
 from trainees import ADAM, DEADLINES, HEAVY, PLAIN, Alone, Trainee, place_of, start
-from training import Batch, fill, frozen_below, mlp, normalized, squared
 
 import syncline
 from syncline.errors import RankFailed

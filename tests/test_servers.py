@@ -8,6 +8,7 @@ from math import pi, sin
 
 import pytest
 import torch
+from models import Words, frozen_below, mlp
 from served import (
     LOCKSTEP,
     LOOPS,
@@ -37,7 +38,6 @@ from served import (
 )
 from torch import Tensor, nn
 from torch.optim import SGD
-from training import Words, frozen_below, mlp
 
 import syncline
 from syncline.codecs.registry import codec_of
@@ -174,8 +174,8 @@ def test_a_step_that_all_skip_leaves_what_is_kept_and_the_state_of_codecs_alone(
 
 def steps_without(fabric: syncline.Fabric, how: How, left_out: int) -> list[Tensor]:
     """The loop of `with_nan` without one of its steps."""
+    from batches import Batch
     from served import fill, one_step, values_of
-    from training import Batch
 
     model = fill(mlp(torch.float32), seed=fabric.rank)
     optimizer = how.make(model.parameters())

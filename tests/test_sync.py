@@ -8,62 +8,59 @@ from functools import cache, partial
 
 import pytest
 import torch
+from batches import INPUTS, STEPS, Batch
 from catalogue import FABRICS, PROCESS_FABRICS
-from references import same_bits
-from torch import Tensor
-from training import (
-    ADAM,
-    COMPILED,
-    DEADLINES,
-    INPUTS,
-    PLAIN,
-    SCENARIOS,
-    STEPS,
-    Batch,
+from failing import (
     Failing,
-    Refused,
-    Result,
-    Run,
-    Unequal,
-    Uneven,
     be_surprised,
-    buckets_before_and_after,
-    count_messages,
     fail_and_go_on,
     fail_in_one_of_two_backwards,
     fail_in_turn,
-    gradients_between,
-    in_a_world_of_one,
-    in_an_order_of_its_own,
-    join_in_pairs,
     leave_it,
-    local_gradients,
     lose_batches,
-    make_many_passes,
-    make_one_after_the_other,
-    make_unequal_passes,
-    memory_of_gradients,
-    mlp,
-    normalized,
-    of_layers,
-    squared_in_single,
     surprised_alone,
-    train_all,
-    train_all_with_ddp,
-    train_alone,
-    train_named,
-    train_unequally_alone,
-    train_unevenly,
-    train_unevenly_alone,
-    train_unevenly_in_turn,
-    train_unevenly_with_ddp,
-    train_with_no_sync,
     two_backwards_without_failed_steps,
-    watch_buckets_leave,
     without_failed_batches,
     without_failed_steps,
     without_lost_batches,
 )
+from inspected import (
+    buckets_before_and_after,
+    count_messages,
+    gradients_between,
+    in_a_world_of_one,
+    in_an_order_of_its_own,
+    local_gradients,
+    make_one_after_the_other,
+    memory_of_gradients,
+    watch_buckets_leave,
+)
+from losses import squared_in_single
+from models import mlp, normalized
+from references import same_bits
+from runs import DEADLINES, Result, Run
+from scenarios import (
+    ADAM,
+    COMPILED,
+    PLAIN,
+    SCENARIOS,
+    of_layers,
+    train_all,
+    train_all_with_ddp,
+    train_alone,
+    train_named,
+)
+from torch import Tensor
+from uneven_backwards import (
+    Refused,
+    Unequal,
+    join_in_pairs,
+    make_many_passes,
+    make_unequal_passes,
+    train_unequally_alone,
+    train_with_no_sync,
+)
+from uneven_batches import Uneven, train_unevenly, train_unevenly_alone, train_unevenly_in_turn, train_unevenly_with_ddp
 
 import syncline
 from syncline.buckets.assign import Item, assign

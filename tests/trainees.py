@@ -10,9 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from batches import Batch, fill
+from losses import squared
+from models import mlp
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from training import Batch, fill, mlp, squared
 from workers import be_killed, report_and_stay
 
 import syncline
