@@ -41,7 +41,7 @@ from syncline.modes.registry import MODES, mode_of, text_of_mode
 from syncline.modes.slowmo import SlowMo
 from syncline.modes.synchronous import Synchronous
 
-BLOCKS = {0: ["0.weight", "0.bias"], 2: ["2.weight", "2.bias"], 4: ["4.weight", "4.bias"]}  # of training.mlp
+BLOCKS = {0: ["0.weight", "0.bias"], 2: ["2.weight", "2.bias"], 4: ["4.weight", "4.bias"]}  # of models.mlp
 
 
 def paths_of(world: int, mode: str, steps: int, optimizer: Make = PLAIN, **settings: object) -> list[list[Tensor]]:
@@ -86,10 +86,47 @@ def test_a_mode_is_what_its_text_says(text: str) -> None:
     assert mode_of(text_of_mode(SPELLED[text])) == SPELLED[text]
 
 
-@pytest.mark.parametrize("name", ["sync", "delayed", "local", "slowmo", "diloco"])
-def test_every_mode_is_in_the_table_and_is_written_as_short_as_can_be(name: str) -> None:
-    assert name in MODES
+@pytest.mark.parametrize("name", MODES)
+def test_every_mode_is_written_as_short_as_can_be(name: str) -> None:
     assert text_of_mode(mode_of(name)) == name
+
+
+# What every mode in the table does
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", MODES)
+def test_ranks_of_every_mode_are_equal_after_draining_and_have_moved(name: str, world: int) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, Tensor]:
+        trainee = Trainee(fabric, name, PLAIN)
+        began = trainee.place()
+        trainee.train(5)
+        drained = trainee.drained()
+        trainee.sync.close()
+        return began, drained
+
+    ranks = syncline.run(work, world, "threads", DEADLINES)
+    assert all(same_bits(drained, ranks[0][1]) for _, drained in ranks)
+    assert all(drained.isfinite().all() and not torch.equal(drained, began) for began, drained in ranks)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_run_of_every_mode_goes_on_from_what_it_has_saved(name: str) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, Tensor]:
+        trainee = Trainee(fabric, name, PLAIN)
+        trainee.train(3)
+        trainee.sync.drain()
+        saved, place = trainee.sync.state_dict(), trainee.place()
+        trainee.sync.close()
+        other = Trainee(fabric, name, PLAIN)
+        other.model.load_state_dict(trainee.model.state_dict())
+        other.sync.load_state_dict(saved)
+        found = other.drained()
+        other.sync.close()
+        return place, found
+
+    for place, found in syncline.run(work, 2, "threads", DEADLINES):
+        assert same_bits(found, place)
 
 
 @pytest.mark.parametrize(
