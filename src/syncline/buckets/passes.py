@@ -104,10 +104,10 @@ class KeptPass:
 
 
 def write_verdict(bucket: Bucket, rank: int, failed: bool, turn: int) -> None:
-    """What this rank has to say."""
+    """What this rank has to say, to be averaged."""
     bucket.side.verdict.zero_()
     bucket.side.verdict[0] = float(failed)
-    bucket.side.verdict[1 + rank] = float(min(turn, MOST_TURNS))
+    bucket.side.verdict[1 + rank] = min(turn, MOST_TURNS) / bucket.divisor
 
 
 def read_verdict(flights: Sequence[Flight]) -> Verdict:
