@@ -14,11 +14,12 @@ from torch import Tensor
 
 from syncline.buckets.bucket import Slot, view_like
 from syncline.codecs.codec import Codec, State
-from syncline.modes.serving.attendant import IS_GOOD, IS_MAPPED
+from syncline.modes.serving.attendant import IS_DIFFERENT, IS_GOOD, IS_MAPPED
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server, read_words, words_of
 from syncline.modes.serving.shelf import map_of_another
 from syncline.pipeline import parts_of
+from syncline.replicas import layout_mismatch, unpack
 
 Buckets = Mapping[int, Sequence[Slot]]
 
@@ -31,6 +32,7 @@ class Client:
         self.buckets = buckets  # that the server has
         self.pull = pull
         self.seed = seed_of(seed, worker, "pull")
+        self.worker = worker
         self.same_machine = same_machine
         self.maps: dict[int, Tensor] = {}
         self.ears: dict[int, Coder] = {}
@@ -53,6 +55,15 @@ class Client:
         if self.same_machine and not self.maps:
             self.map_all(process, descriptors)
         return answer.step
+
+    def introduce(self, layout: list[str], unserved: Sequence[Tensor]) -> None:
+        """A newcomer's first words: take what is in no bucket, if the server's rank has the same model."""
+        with naming_server(self.link):
+            self.link.send(Message(Kind.INTRODUCE, body=words_of(layout)))
+            answer = self.answer()
+        if answer.flag & IS_DIFFERENT:
+            raise layout_mismatch(self.link.peer, read_words(answer.body), self.worker, layout)
+        unpack(answer.payload, unserved)
 
     def map_all(self, process: int, descriptors: Mapping[int, int]) -> None:
         """Map what the server has; if that is not allowed, parameters are sent."""

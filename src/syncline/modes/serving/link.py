@@ -41,6 +41,7 @@ class Kind(IntEnum):
     TAKEN = 11  # it has read them
     PULL = 12  # parameters without a gradient, for a worker that has come; answered with them
     WAIT = 13  # the answer takes long, because others are slow
+    INTRODUCE = 14  # a newcomer says what it has; answered with what the server's rank has beside its buckets
 
 
 class Message(NamedTuple):

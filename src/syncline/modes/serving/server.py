@@ -220,6 +220,16 @@ class Server:
             self.read(worker)
             return clock
 
+    def expect(self, worker: int) -> None:
+        """A worker is about to come; the server does not end before."""
+        with self.changed:
+            self.away.add(worker)
+
+    def wake(self) -> None:
+        """Let those who wait look again."""
+        with self.changed:
+            self.changed.notify_all()
+
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
         """For workers to do something; False if it takes longer."""
         with self.changed:
