@@ -289,12 +289,12 @@ def test_after_a_meeting_all_workers_are_as_far() -> None:
         assert torch.equal(found, torch.full((3,), START - RATE * (6 * both + 4 * slope_of(1))))
 
 
-@pytest.mark.parametrize("mode", ["async:share=false", LOCKSTEP])
+@pytest.mark.parametrize("mode", ["async:share=false", LOCKSTEP, f"{LOCKSTEP},servers=2"])
 def test_waiting_for_slow_workers_has_no_deadline_as_long_as_they_are_heard_of(mode: str) -> None:
-    """A worker waits in drain() for longer than the deadline, while the other one makes many short steps."""
+    """Workers wait in drain() for longer than the deadline, while another one makes many short steps."""
     found = syncline.run(
-        Descent(mode, (1, 60), delays_s=0.25),
-        ranks=2,
+        Descent(mode, (1, 1, 60), delays_s=0.25),
+        ranks=3,
         fabric="threads",
         deadlines=syncline.Deadlines(1.0),
     )

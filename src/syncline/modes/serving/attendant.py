@@ -25,6 +25,7 @@ from syncline.replicas import pack
 log = logging.getLogger(__name__)
 IS_GOOD, IS_MAPPED = 1, 2  # flags of a commit
 IS_DIFFERENT = 1  # flag of an answer to a newcomer
+WAIT_S = 0.5  # between saying to wait: how much later than at the deadline a worker notices another server's end
 AWAY_S = 30 * 24 * 3600.0  # a worker that has left need not say anything
 
 
@@ -158,7 +159,7 @@ class Attendant:
 
     def wait(self, until: Callable[[], bool]) -> None:
         """For other workers. Those that are silent for too long are dropped; until then this one is told to wait."""
-        while not self.server.wait(lambda: self.closing or until(), self.server.deadline_s / 4):
+        while not self.server.wait(lambda: self.closing or until(), min(WAIT_S, self.server.deadline_s / 4)):
             self.link.send(Message(Kind.WAIT))
         if self.closing:
             raise FabricClosed(f"rank {self.worker} is served no longer")
@@ -167,11 +168,7 @@ class Attendant:
         """Give the parameters, as a worker can take them."""
         if asked.flag & IS_MAPPED:
             self.link.send(Message(Kind.ANSWER, step=step, flag=staleness))
-            self.expect(Kind.READ)
-            hold_s = self.server.deadline_s / 4  # less than other workers wait
-            with self.server.changed:  # the worker does nothing else now, so this does not take long
-                self.link.send(Message(Kind.ANSWER, self.server.read(self.worker)), hold_s)
-                self.expect(Kind.TAKEN, hold_s)
+            self.lend()
             return
         with self.server.changed:
             version = self.server.read(self.worker)
@@ -181,11 +178,22 @@ class Attendant:
         for number, flat in copies.items():
             self.link.send(self.told_of(number, flat, exactly))
 
-    def expect(self, kind: Kind, deadline_s: float | None = None) -> None:
+    def lend(self) -> None:
+        """Let the worker read the parameters where they are, again if it was too slow."""
+        is_late = True
+        while is_late:
+            self.expect(Kind.READ)
+            version, until_ns = self.server.lend(self.worker)
+            self.link.send(Message(Kind.ANSWER, version, flag=until_ns))
+            is_late = bool(self.expect(Kind.TAKEN).flag)
+            self.server.give_back(self.worker)
+
+    def expect(self, kind: Kind) -> Message:
         """The worker has one thing to say here."""
-        message = self.link.receive(deadline_s)
+        message = self.link.receive()
         if message.kind != kind:
             raise CorruptMessage(f"rank {self.worker} said {message.kind.name} where {kind.name} was due")
+        return message
 
     def told_of(self, number: int, flat: Tensor, exactly: bool) -> Message:
         """One bucket, as it is or as what has changed."""

@@ -24,7 +24,7 @@ from syncline.modes.replica import Replica
 from syncline.modes.serving.attendant import Attendant
 from syncline.modes.serving.client import Client
 from syncline.modes.serving.doorkeeper import Doorkeeper
-from syncline.modes.serving.link import FabricLink, Link, LocalLink, words_of
+from syncline.modes.serving.link import FabricLink, Link, LocalLink, Message, words_of
 from syncline.modes.serving.optimizers import groups_of
 from syncline.modes.serving.push import PushPipeline
 from syncline.modes.serving.server import Rules, Server
@@ -254,14 +254,30 @@ class ServedDriver(Driver):
         groups = words_of(groups_of(self.replica.optimizers))
         for client in self.clients.values():
             client.commit(self.steps, good, groups)
-        applied = {server for server, client in self.clients.items() if client.take_committed()}
+        answers = self.take()
+        for server, answer in answers.items():
+            self.clients[server].staleness.append(answer.flag)
+        applied = {server for server, answer in answers.items() if answer.step}
         self.push.settle(applied if good else set())
 
     def meet(self) -> None:
         """Wait until all workers are here, and take the parameters: all are equal then, and as far."""
         for client in self.clients.values():
             client.ask_to_meet(self.steps)
-        self.steps = max(client.take().step for client in self.clients.values())
+        self.steps = max(answer.step for answer in self.take().values())
+
+    def take(self) -> dict[int, Message]:
+        """Take the parameters that were asked for, as servers give them.
+
+        While others are slow all servers say to wait, again and again: all are heard in turn, so that none waits for
+        this worker, and one that has stopped is noticed.
+        """
+        answers: dict[int, Message] = {}
+        while len(answers) < len(self.clients):
+            for server, client in self.clients.items():
+                if server not in answers and (answer := client.take()) is not None:
+                    answers[server] = answer
+        return answers
 
     def enter(self) -> None:
         """Come, or come again; the clock is that of the slowest."""
@@ -299,8 +315,7 @@ class ServedDriver(Driver):
         """Take the parameters as they are, without a gradient."""
         for client in self.clients.values():
             client.ask_to_pull(self.steps)
-        for client in self.clients.values():
-            client.take()
+        self.take()
 
     def drain(self) -> None:
         if self.is_worker and not self.has_left:
