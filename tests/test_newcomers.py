@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -219,3 +224,59 @@ def test_restarts_need_ranks_that_go_on_and_processes() -> None:
         syncline.run(nothing, 2, "threads", keep_going=True, restarts=2)
     with pytest.raises(ConfigError, match="restarts=-1 is less than 0"):
         syncline.run(nothing, 2, "shm", keep_going=True, restarts=-1)
+
+
+# Ranks that were started by hand
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import syncline
+from replaced import Replaced
+
+fabric, mode, folder, rejoin = sys.argv[1:]
+joined = syncline.init(fabric=fabric, deadlines=syncline.Deadlines(4.0, join=20.0), rejoin=rejoin == "again")
+report = Replaced(mode, folder)(joined)
+joined.close()
+print(joined.name, report.incarnation, report.began > 0, *report.place.tolist(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", one_now_others_slow([ASYNC, f"{BOUNDED},servers=2"]))
+@on_processes
+def test_a_process_that_is_started_by_hand_takes_the_place_of_one(fabric: str, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def start(rank: int, how: str) -> subprocess.Popen[str]:
+        environment = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        paths = {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        return subprocess.Popen(
+            [sys.executable, str(tmp_path / "script.py"), fabric, mode, str(tmp_path), how],
+            env={**os.environ, **paths, **environment},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    ranks = [start(rank, "first") for rank in range(3)]
+    try:
+        assert ranks[2].wait(40) == -signal.SIGKILL
+        ranks.append(start(2, "again"))
+        printed = [rank.communicate(timeout=40)[0].split() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [one[:3] for one in (printed[0], printed[1], printed[3])] == [
+        [fabric, "0", "False"],
+        [fabric, "0", "False"],
+        [fabric, "1", "True"],
+    ]
+    assert printed[0][3:] == printed[1][3:] == printed[3][3:]
+
+
+def test_rejoining_needs_the_environment_of_the_process_that_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match="rejoin=True needs RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"):
+        syncline.init(rejoin=True)

@@ -25,15 +25,22 @@ class Doorkeeper:
         self.thread.start()
 
     def keep(self) -> None:
-        """Until the server ends."""
-        while not self.closing.wait(LOOK_S):
-            try:
+        """Until the server ends, or nobody can come."""
+        try:
+            while not self.closing.wait(LOOK_S):
                 if knock := self.door.look():
-                    self.let_in(self.door, knock)
-            except FabricError as error:
-                log.info("rank %d lets in nobody now: %s", self.rank, error)
-            except Exception:
-                log.exception("rank %d cannot let in a newcomer", self.rank)
+                    self.meet(knock)
+        except FabricError as error:
+            log.info("rank %d lets in nobody any more: %s", self.rank, error)
+
+    def meet(self, knock: Knock) -> None:
+        """Let one in; if it dies meanwhile, there may be another."""
+        try:
+            self.let_in(self.door, knock)
+        except FabricError as error:
+            log.info("rank %d did not let in %s: %s", self.rank, knock, error)
+        except Exception:
+            log.exception("rank %d cannot let in %s", self.rank, knock)
 
     def close(self) -> None:
         """Let in nobody any more."""
