@@ -18,8 +18,10 @@ from torch.optim import SGD
 from workers import Outcome, outcome_of
 
 import syncline
+from syncline.errors import FabricError
 from syncline.modes.serving.client import Client
 from syncline.modes.serving.clock import Read
+from syncline.modes.serving.link import FabricLink, Message
 from syncline.modes.serving.server import Server, Update
 
 PATIENCE_S = 40.0
@@ -117,9 +119,11 @@ class Replaced:
     steps: int = 6  # of each process of the victim
     width: int = 3  # of a newcomer's model
     others: int = 0  # steps of the others, if not until the victim is done
+    notices_s: float = 0.0  # how late servers notice that a worker is gone
 
     def __call__(self, fabric: syncline.Fabric) -> Report:
         log = Logged()
+        notice_late(self.notices_s)
         is_newcomer, is_victim = fabric.incarnation > 0, fabric.rank == self.victim
         is_doomed = is_victim and fabric.incarnation < len(self.ends)
         end = ENDS[self.ends[fabric.incarnation]] if is_doomed else die
@@ -157,6 +161,20 @@ class Replaced:
             model(slope_of(rank)).backward()
             optimizer.step()
             steps += 1
+
+
+def notice_late(seconds: float) -> None:
+    """Whoever attends to a worker that is gone is slow to notice."""
+    receive = FabricLink.receive
+
+    def received(link: FabricLink, deadline_s: float | None = None) -> Message:
+        try:
+            return receive(link, deadline_s)
+        except FabricError:
+            time.sleep(seconds)
+            raise
+
+    FabricLink.receive = received
 
 
 def first_read(client: Client, model: nn.Module) -> tuple[int, str]:

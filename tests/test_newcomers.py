@@ -127,6 +127,21 @@ def test_a_newcomer_that_dies_while_it_enters_is_not_missed_and_the_next_one_com
     assert_replaced(run(work, fabric, 3, restarts=2), work)
 
 
+def test_a_newcomer_may_come_before_anyone_has_noticed_that_the_last_one_is_gone(tmp_path: Path) -> None:
+    """It keeps its place when that is noticed."""
+    work = Replaced(f"{ASYNC},apart=true", str(tmp_path), victim=1, steps=150, notices_s=1.5)
+    assert_replaced(run(work, "shm", 3, restarts=1), work)
+
+
+def test_a_server_ends_without_a_newcomer_that_knocked_and_died(tmp_path: Path) -> None:
+    work = Replaced(ASYNC, str(tmp_path), ends=("killed", "killed"), entering="knocking", others=150)
+    with pytest.raises(RankFailed) as failed:
+        run(work, "shm", 3, restarts=1)
+    assert set(failed.value.failures) == {2}
+    assert set(failed.value.results) == {0, 1}
+    assert max(report.seconds for report in failed.value.results.values()) < 10.0
+
+
 @on_processes
 def test_a_newcomer_with_another_model_is_told_what_differs_and_not_started_again(fabric: str, tmp_path: Path) -> None:
     work = Replaced(ASYNC, str(tmp_path), width=5, others=250)
@@ -137,7 +152,8 @@ def test_a_newcomer_with_another_model_is_told_what_differs_and_not_started_agai
     assert "-parameter first float32[3]" in str(error)
     assert "+parameter first float32[5]" in str(error)
     assert set(failed.value.results) == {0, 1}
-    assert "SIGKILL" in str(failed.value)
+    before = str(failed.value).partition("before that, in the same rank:")[2]
+    assert before.strip() == "ProcessEnded: the process of rank 2 was ended by SIGKILL"
 
 
 # What newcomers cannot do
