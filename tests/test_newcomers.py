@@ -7,6 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +30,9 @@ from served import RATE, START, slope_of
 
 import syncline
 from syncline.errors import ConfigError, JoinFailed, LayoutMismatch, PeerError, RankFailed
+from syncline.fabric.newcomers import Knock
+from syncline.fabric.shm import Meeting
+from syncline.fabric.shm_doors import ShmDoors
 from syncline.launch.failures import ProcessEnded
 
 DEADLINES = syncline.Deadlines(4.0, join=20.0)
@@ -224,6 +229,41 @@ def test_a_newcomer_goes_on_from_the_servers_and_not_from_a_checkpoint(tmp_path:
     assert [incarnation for incarnation, _, _ in found] == [1, 0, 0]
     slopes = (2 + 4) * slope_of(0) + 4 * slope_of(1)
     assert all(torch.equal(place, torch.full((3,), START - RATE * slopes)) for _, place, _ in found[:2])
+
+
+# Doors of shared memory
+
+
+@pytest.fixture
+def doors() -> ShmDoors:
+    return ShmDoors(Meeting(), DEADLINES)
+
+
+def test_one_that_has_knocked_and_is_gone_is_found_out_at_once(doors: ShmDoors) -> None:
+    with closing(doors.open("here")) as door, closing(doors.before("here", Knock(1, 1))) as doorstep:
+        doorstep.knock()
+        doorstep.close()
+        knock = door.look()
+        assert knock == Knock(1, 1)
+        began = time.monotonic()
+        with pytest.raises(JoinFailed, match="rank 1 has knocked, and is gone"):
+            door.let_in(knock)
+        assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
+def test_other_users_are_not_heard(doors: ShmDoors) -> None:
+    with closing(doors.open("here")) as door:
+        stranger = os.fork()
+        if not stranger:
+            os.setuid(65534)
+            doors.before("here", Knock(1, 1)).knock()
+            os._exit(0)
+        assert os.waitpid(stranger, 0)[1] == 0
+        assert door.look() is None
+        with closing(doors.before("here", Knock(1, 2))) as doorstep:
+            doorstep.knock()
+            assert door.look() == Knock(1, 2)
 
 
 # Requests that are impossible
