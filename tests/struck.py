@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from served import RATE, Line, slope_of
 from torch import Tensor

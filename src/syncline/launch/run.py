@@ -42,8 +42,8 @@ def run(
     A rank that is stopped, as by SIGSTOP, is waited for as long as others work. When all that are left are stopped,
     they have 5 s to go on; then they are killed, and are among the failures. One that is only slow is not hurried.
 
-    With `keep_going` and `restarts`, a rank whose process ended without a result gets a new one, so many times: `fn` is called
-    there from its first line, with a fabric whose `incarnation` is 1, 2... Modes async and bounded take such newcomers.
+    With `keep_going` and `restarts`, a rank whose process ended without a result gets a new one, so many times: `fn` is
+    called there from its first line, with a fabric whose `incarnation` is 1, 2... It is for modes async and bounded.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} is less than 1; try ranks=2")
