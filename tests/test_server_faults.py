@@ -6,12 +6,13 @@ import os
 import random
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from catalogue import one_now_others_slow
 from served import LOCKSTEP, RATE, START, Descent, slope_of
-from struck import MOMENTS, Strike, lose_a_server, survive
+from struck import HALTS, MOMENTS, Halt, Strike, halt_a_server, lose_a_server, survive
 
 import syncline
 from syncline.errors import PeerError, PeerLost, RankFailed
@@ -98,6 +99,42 @@ def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, v
         assert issubclass(getattr(syncline.errors, outcome.kind), PeerError)
         assert f"server on rank {victim}" in outcome.message
         assert outcome.seconds < DEADLINES.operation
+
+
+HALTED = [("async:apart=true", 3), ("async", 0), ("bounded:ahead=1,servers=2", 1), (f"{LOCKSTEP},servers=2", 1)]
+
+
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize("moment", HALTS)
+@pytest.mark.parametrize("case", one_now_others_slow(HALTED))
+@pytest.mark.parametrize("fabric", ["shm", "torch"])
+def test_all_workers_are_told_of_a_server_that_is_stopped(
+    fabric: str, case: tuple[str, int], moment: str, tmp_path: Path
+) -> None:
+    mode, victim = case
+    work = partial(halt_a_server, mode=mode, halt=Halt(victim, moment, str(tmp_path)))
+    with pytest.raises(RankFailed) as failed:
+        syncline.run(work, ranks=4, fabric=fabric, deadlines=DEADLINES, keep_going=True)
+    assert set(failed.value.failures) == {victim}
+    assert len(failed.value.results) == 3
+    for outcome in failed.value.results.values():
+        assert outcome is not None
+        assert outcome.culprit == victim, outcome
+        assert f"server on rank {victim}" in outcome.message
+        assert outcome.seconds < DEADLINES.operation + 1.0
+
+
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize("moment", HALTS)
+@pytest.mark.parametrize("case", one_now_others_slow(HALTED))
+@pytest.mark.parametrize("fabric", ["shm", "torch"])
+def test_a_server_that_is_stopped_for_less_than_the_deadline_goes_on(
+    fabric: str, case: tuple[str, int], moment: str, tmp_path: Path
+) -> None:
+    mode, victim = case
+    halt = Halt(victim, moment, str(tmp_path), lasts_s=0.7 * DEADLINES.operation)
+    found = syncline.run(partial(halt_a_server, mode=mode, halt=halt), ranks=4, fabric=fabric, deadlines=DEADLINES)
+    assert found == [None] * 4
 
 
 def test_a_server_that_is_lost_during_a_push_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

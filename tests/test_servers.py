@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from functools import partial
-from math import pi, sin
+from math import inf, pi, sin
 
 import pytest
 import torch
@@ -40,10 +41,15 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import syncline
+from syncline.buckets.bucket import Slot
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, PairingError, RankFailed
 from syncline.modes.asynchronous import AsyncSGD
+from syncline.modes.serving.client import Client
 from syncline.modes.serving.clock import Clock
+from syncline.modes.serving.link import Kind, Message
+from syncline.modes.serving.optimizers import groups_of
+from syncline.modes.serving.server import Rules, Server
 
 CPU = torch.device("cpu")
 DEADLINES = syncline.Deadlines(3.0, join=60.0)
@@ -221,6 +227,57 @@ def test_a_worker_that_is_slow_to_come_is_in_the_first_round() -> None:
     assert entered.enter(0) == 1
 
 
+# Reading in place
+
+
+def test_nothing_changes_while_a_worker_reads_but_one_that_is_late_is_not_waited_for() -> None:
+    model = Line()
+    optimizer = SGD(model.parameters(), lr=RATE)
+    slots = [Slot(name, p, is_sparse=False) for name, p in model.named_parameters()]
+    server = Server(0, {0: slots}, [optimizer], [0, 1], Rules(inf, False, False, 0.0), shared=False, deadline_s=2.0)
+    commit = partial(server.commit, 1, good=True, groups=groups_of([optimizer]))
+    version, _ = server.lend(0)
+    other = threading.Thread(target=commit, args=(1,))
+    other.start()
+    other.join(0.2)
+    assert server.version == version
+    server.give_back(0)
+    other.join(5.0)
+    assert server.version == version + 1
+    _, until_ns = server.lend(0)
+    commit(2)
+    assert time.monotonic_ns() >= until_ns
+    assert server.version == version + 2
+    server.close()
+
+
+class Lender:
+    """A server's end of a link that lends until the times given."""
+
+    peer = 0
+
+    def __init__(self, *until_ns: int) -> None:
+        self.until_ns = list(until_ns)
+        self.heard: list[tuple[Kind, int]] = []
+
+    def send(self, message: Message, deadline_s: float | None = None) -> None:
+        self.heard.append((message.kind, message.flag))
+
+    def receive(self, deadline_s: float | None = None) -> Message:
+        return Message(Kind.ANSWER, flag=self.until_ns.pop(0))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_worker_that_was_too_slow_reads_again() -> None:
+    now = time.monotonic_ns()
+    link = Lender(now - 1, now + 10**11)
+    client = Client(link, {}, codec_of("none"), seed=0, worker=1, same_machine=True)
+    client.read_in_place()
+    assert link.heard == [(Kind.READ, 0), (Kind.TAKEN, 1), (Kind.READ, 0), (Kind.TAKEN, 0)]
+
+
 # Nothing is lost, nothing is applied twice
 
 
@@ -289,12 +346,12 @@ def test_after_a_meeting_all_workers_are_as_far() -> None:
         assert torch.equal(found, torch.full((3,), START - RATE * (6 * both + 4 * slope_of(1))))
 
 
-@pytest.mark.parametrize("mode", ["async:share=false", LOCKSTEP])
+@pytest.mark.parametrize("mode", ["async:share=false", LOCKSTEP, f"{LOCKSTEP},servers=2"])
 def test_waiting_for_slow_workers_has_no_deadline_as_long_as_they_are_heard_of(mode: str) -> None:
-    """A worker waits in drain() for longer than the deadline, while the other one makes many short steps."""
+    """Workers wait in drain() for longer than the deadline, while another one makes many short steps."""
     found = syncline.run(
-        Descent(mode, (1, 60), delays_s=0.25),
-        ranks=2,
+        Descent(mode, (1, 1, 60), delays_s=0.25),
+        ranks=3,
         fabric="threads",
         deadlines=syncline.Deadlines(1.0),
     )

@@ -28,12 +28,16 @@ def compare_layouts(fabric: Fabric, lines: Sequence[str]) -> None:
         return
     texts = gather_texts(fabric, text)
     others = [rank for rank, theirs in enumerate(texts) if theirs != texts[0]]
-    shown = others[0]
-    difference = list(
-        unified_diff(texts[0].splitlines(), texts[shown].splitlines(), "rank 0", f"rank {shown}", lineterm="", n=1)
-    )
-    raise LayoutMismatch(
-        f"ranks {others} differ from rank 0, so nothing was synchronized. What rank {shown} has:\n"
+    raise layout_mismatch(0, texts[0].splitlines(), others[0], texts[others[0]].splitlines(), others)
+
+
+def layout_mismatch(
+    rank: int, lines: Sequence[str], other: int, others_lines: Sequence[str], others: Sequence[int] = ()
+) -> LayoutMismatch:
+    """The error that shows how one rank differs from another."""
+    difference = list(unified_diff(lines, others_lines, f"rank {rank}", f"rank {other}", lineterm="", n=1))
+    return LayoutMismatch(
+        f"ranks {[*others] or [other]} differ from rank {rank}, so nothing was synchronized. What rank {other} has:\n"
         + "\n".join(difference[:60])
         + "\nBuild the same model with the same settings on every rank."
     )

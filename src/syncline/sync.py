@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.buckets.parameters import check_parameters, describe_layout, parameters_of
+from syncline.buckets.parameters import check_parameters, parameters_of
 from syncline.buckets.reducer import Reducer
 from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of, text_of_codec
@@ -116,12 +116,17 @@ class Sync:
         collective = self.settings.collective
         if collective == "auto" and given.has_engine:
             collective = "engine"  # NCCL and Gloo do it without Python in between
+        if given.incarnation and not self.settings.mode.takes_newcomers:
+            raise ConfigError(
+                f"rank {given.rank} came later, in the place of a process that died; mode {self.settings.mode.name} "
+                f"needs all ranks from the start: use async or bounded, or start again from the last checkpoint"
+            )
         fabric = given.sibling()
-        named = parameters_of(self.model)
-        compare_layouts(fabric, describe_layout(named, self.model.named_buffers(), [f"settings {self.settings}"]))
-        broadcast_tensors(fabric, model_tensors(self.model))
-        self.fabric = fabric
         replica = Replica(self.model, self.optimizers, self.scaler, self.settings, fabric, collective, self.recorder)
+        if not given.incarnation:
+            compare_layouts(fabric, replica.layout())
+            broadcast_tensors(fabric, model_tensors(self.model))
+        self.fabric = fabric
         return self.settings.mode.start(replica)
 
     # What the user calls

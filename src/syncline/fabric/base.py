@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from syncline.errors import ConfigError, FabricClosed, UnknownName
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.hosts import hosts_among
 from syncline.specs import text_of
+
+if TYPE_CHECKING:
+    from syncline.fabric.newcomers import Door, Doors
 
 MOST_NAME_BYTES = 100  # of an algorithm with its settings; ranks compare it in full
 Note = tuple[int, int, int, int]
@@ -84,6 +87,9 @@ class Fabric(ABC):
         self.siblings_made = 0
         self.subgroups_made: Counter[tuple[int, ...]] = Counter()
         self.is_closed = False
+        self.incarnation = 0  # how many processes had this rank before; 0 is the first start
+        self.path: tuple[int, ...] = ()  # which sibling of which sibling this is
+        self.doors: Doors | None = None  # where newcomers are possible
         self.before_close: list[Callable[[bool], None]] = []  # of whoever works with this fabric, told of `drain`
         self.at_close: list[Callable[[], None]] = []  # the same, when nothing is under way any more
 
@@ -93,6 +99,8 @@ class Fabric(ABC):
         All ranks make the same siblings in the same order. A sibling is closed with the fabric it was made from.
         """
         made = self._sibling()
+        made.path = (*self.path, self.siblings_made)
+        made.doors = self.doors
         self.siblings_made += 1
         return self._keep(made)
 
@@ -113,6 +121,18 @@ class Fabric(ABC):
         made = self._subgroup(members, number)
         made.hosts = hosts_among(self.hosts, members)
         return self._keep(made)
+
+    def door(self) -> Door | None:
+        """Where ranks that come later find this one; None where there can be no newcomers."""
+        return self.doors.open(self.place_of(self.rank)) if self.doors is not None else None
+
+    def knock_at(self, rank: int) -> Fabric:
+        """On a newcomer: the fabric of two with a rank that was there before it, in which that one is 0."""
+        raise ConfigError(f"rank {self.rank} was there from the start and need not knock; use subgroup()")
+
+    def place_of(self, rank: int) -> str:
+        """The door of a rank in this fabric, by the same name on all ranks."""
+        return f"{self.path}/rank {rank}"
 
     def with_engine(self) -> Fabric:
         """The fabric that can hand tensors to an engine's own all-reduce."""

@@ -53,10 +53,9 @@ class Meeting:
         """A name in the abstract namespace: there is no file to leave behind."""
         return f"@syncline-{self.nonce.hex()}"
 
-    def aside(self, ranks: tuple[int, ...], number: int) -> Meeting:
+    def aside(self, about: str) -> Meeting:
         """Where some of the ranks meet: a place that all of them know without a word."""
-        about = f"{number} of {ranks}".encode()
-        return Meeting(hashlib.blake2b(about, key=self.nonce, digest_size=len(self.nonce)).digest())
+        return Meeting(hashlib.blake2b(about.encode(), key=self.nonce, digest_size=len(self.nonce)).digest())
 
 
 def missing() -> str:
@@ -130,7 +129,8 @@ class ShmFabric(Fabric):
         return ShmFabric(Meeting(bytes(nonce.tolist())), self.rank, self.world, self.deadlines)
 
     def _subgroup(self, ranks: tuple[int, ...], number: int) -> ShmFabric:
-        return ShmFabric(self.meeting.aside(ranks, number), ranks.index(self.rank), len(ranks), self.deadlines)
+        meeting = self.meeting.aside(f"{number} of {ranks}")
+        return ShmFabric(meeting, ranks.index(self.rank), len(ranks), self.deadlines)
 
     def _close(self, drain: bool) -> None:
         self.group.close(drain)

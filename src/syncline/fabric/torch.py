@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import Store, _new_process_group_helper, _world
 
 from syncline.collectives.execute import HALVES, Op
 from syncline.collectives.schedule import Hosts
@@ -171,20 +171,9 @@ class TorchFabric(MessageFabric):
         """
         in_world = dist.get_process_group_ranks(self.group)
         members = [in_world[rank] for rank in ranks]
-        try:
-            made: tuple[dist.ProcessGroup, object] = _new_process_group_helper(
-                len(ranks),
-                ranks.index(self.rank),
-                members,
-                dist.Backend(self.backend),
-                self.group.get_group_store(),
-                f"{self.group.group_name}/{self.nonce:x}/{kind} of {ranks}",  # type: ignore[arg-type]
-                timeout=timedelta(seconds=self.deadlines.join),
-            )
-        except RuntimeError as error:
-            raise JoinFailed(f"ranks {[*ranks]} did not all come within {self.deadlines.join} s: {error}") from error
-        _world.pg_group_ranks[made[0]] = {member: rank for rank, member in enumerate(members)}
-        return made[0]
+        name = f"{self.group.group_name}/{self.nonce:x}/{kind} of {ranks}"
+        patience = timedelta(seconds=self.deadlines.join)
+        return make_group(self.group.get_group_store(), name, members, ranks.index(self.rank), self.backend, patience)
 
     def _close(self, drain: bool) -> None:
         if not drain and self.worker.busy():
@@ -201,6 +190,26 @@ class TorchFabric(MessageFabric):
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group(None if group is dist.group.WORLD else group)
         self.owns_group = False
+
+
+def make_group(
+    store: Store, name: str, members: list[int], rank: int, backend: str, patience: timedelta
+) -> dist.ProcessGroup:
+    """A group under a name; `members` are ranks of the world, this process the one at `rank` of them."""
+    try:
+        made: tuple[dist.ProcessGroup, object] = _new_process_group_helper(
+            len(members),
+            rank,
+            members,
+            dist.Backend(backend),
+            store,
+            name,  # type: ignore[arg-type]
+            timeout=patience,
+        )
+    except RuntimeError as error:
+        raise JoinFailed(f"{name}: not all have come within {patience.total_seconds()} s: {error}") from error
+    _world.pg_group_ranks[made[0]] = {member: number for number, member in enumerate(members)}
+    return made[0]
 
 
 class TorchPending:

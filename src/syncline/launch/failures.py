@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from syncline.errors import FabricError, RankFailed, SynclineError
 
@@ -42,6 +42,13 @@ class Failure:
     error: BaseException
     traceback: str
     order: int  # of being noticed
+
+
+def last_of(failure: Failure, earlier: list[Failure]) -> Failure:
+    """The last failure of a rank, which says what had ended its processes before."""
+    lines = [f"  {type(one.error).__name__}: {one.error}" for one in earlier]
+    before = "".join(["\n\nbefore that, in the same rank:\n", "\n".join(lines)]) if lines else ""
+    return replace(failure, traceback=failure.traceback.rstrip() + before)
 
 
 def rank_failed(failures: list[Failure], results: Mapping[int, object]) -> RankFailed:

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from syncline.current import using
-from syncline.launch.failures import Failure, ProcessEnded, ProcessStopped, rank_failed
+from syncline.errors import ConfigError, PeerError
+from syncline.launch.failures import Failure, ProcessEnded, ProcessStopped, last_of, rank_failed
 
 if TYPE_CHECKING:
     from syncline.fabric.base import Fabric
@@ -38,10 +39,22 @@ ENDING_S = 2.0  # between asking a process to end and killing it
 LOOK_S = 0.2  # between looks at processes that may be stopped
 
 
+@dataclass(frozen=True)
+class Life:
+    """Of a rank's process, among those that have the rank one after the other."""
+
+    incarnation: int = 0
+    restarts: int = 0  # how many there may be after the first one
+
+    def next(self) -> Life:
+        """After its end."""
+        return replace(self, incarnation=self.incarnation + 1)
+
+
 class Join(Protocol):
     """Sent to every rank: how it gets its fabric."""
 
-    def __call__(self, rank: int, world: int) -> Fabric: ...
+    def __call__(self, rank: int, world: int, life: Life) -> Fabric: ...
 
 
 class Setup(Protocol):
@@ -51,15 +64,21 @@ class Setup(Protocol):
         """What ranks need to join, and how to clean up after them."""
 
 
-def run_processes(fn: Callable[[Fabric], T], world: int, setup: Setup, keep_going: bool = False) -> list[T]:
+def run_processes(
+    fn: Callable[[Fabric], T], world: int, setup: Setup, keep_going: bool = False, restarts: int = 0
+) -> list[T]:
     """Call `fn` in one process per rank."""
     context = context_for(fn)
     join, clean_up = setup.prepare(world)
     ranks: list[Rank] = []
+
+    def begin(number: int, life: Life) -> Rank:
+        return start(context, number, world, join, fn, life)
+
     try:
         for number in range(world):
-            ranks.append(start(context, number, world, join, fn))
-        return collect(ranks, keep_going)
+            ranks.append(begin(number, Life(restarts=restarts)))
+        return collect(ranks, keep_going, begin)
     finally:
         end(ranks)
         clean_up()
@@ -96,20 +115,22 @@ class Rank:
     result: Any = None
     failure: Failure | None = None
     heard: bool = field(default=False)
+    life: Life = field(default=Life())
+    earlier: list[Failure] = field(default_factory=list)  # of processes that had this rank before
 
 
-def start(context: BaseContext, number: int, world: int, join: Join, fn: Callable[..., Any]) -> Rank:
+def start(context: BaseContext, number: int, world: int, join: Join, fn: Callable[..., Any], life: Life) -> Rank:
     """Start one rank."""
     inbox, outbox = context.Pipe(duplex=False)
     process = context.Process(  # type: ignore[attr-defined]
-        target=be_rank, args=(number, world, join, fn, outbox), name=f"rank {number}", daemon=True
+        target=be_rank, args=(number, world, join, fn, life, outbox), name=f"rank {number}", daemon=True
     )
     process.start()
     outbox.close()
-    return Rank(number, process, inbox)
+    return Rank(number, process, inbox, life=life)
 
 
-def collect(ranks: list[Rank], keep_going: bool) -> list[Any]:
+def collect(ranks: list[Rank], keep_going: bool, begin: Callable[[int, Life], Rank]) -> list[Any]:
     """Wait for all ranks; once one has failed, for a little longer only, unless they are to go on.
 
     When all that have not ended are stopped, they have as long to go on.
@@ -129,10 +150,11 @@ def collect(ranks: list[Rank], keep_going: bool) -> list[Any]:
             stopped_until = math.inf
         else:
             stopped_until = min(stopped_until, time.monotonic() + GRACE_S)
+        replace_ended(ranks, begin)
     for rank in filter(is_stopped, waiting):
         stopped = ProcessStopped(rank.number)
         rank.failure = Failure(rank.number, stopped, str(stopped), len(ranks) + rank.number)
-    failures = [rank.failure for rank in ranks if rank.failure]
+    failures = [last_of(rank.failure, rank.earlier) for rank in ranks if rank.failure]
     if failures:
         raise rank_failed(failures, {rank.number: rank.result for rank in ranks if succeeded(rank)})
     return [rank.result for rank in ranks]
@@ -167,6 +189,24 @@ def hear(rank: Rank, order: int) -> None:
         rank.failure = Failure(rank.number, first, second, order)
 
 
+def replace_ended(ranks: list[Rank], begin: Callable[[int, Life], Rank]) -> None:
+    """Start new processes for ranks that have failed, where that may help."""
+    for position, rank in enumerate(ranks):
+        if rank.failure is not None and may_help(rank, ranks):
+            end([rank])
+            ranks[position] = begin(rank.number, rank.life.next())
+            ranks[position].earlier = [*rank.earlier, rank.failure]
+
+
+def may_help(rank: Rank, ranks: list[Rank]) -> bool:
+    """Not if the function asks for what is impossible, everyone else has ended, or the one that it needs has failed."""
+    if rank.life.incarnation >= rank.life.restarts or all(other.heard for other in ranks):
+        return False
+    error = rank.failure.error if rank.failure is not None else None
+    lost = {other.number for other in ranks if other.failure is not None or other.earlier}
+    return not isinstance(error, ConfigError) and not (isinstance(error, PeerError) and error.rank in lost)
+
+
 def end(ranks: list[Rank]) -> None:
     """Leave no process behind."""
     for rank in ranks:
@@ -184,7 +224,7 @@ def end(ranks: list[Rank]) -> None:
         rank.process.close()
 
 
-def be_rank(number: int, world: int, join: Join, fn: Callable[[Fabric], Any], outbox: Connection) -> None:
+def be_rank(number: int, world: int, join: Join, fn: Callable[[Fabric], Any], life: Life, outbox: Connection) -> None:
     """The life of a rank's process."""
     import torch
 
@@ -192,7 +232,7 @@ def be_rank(number: int, world: int, join: Join, fn: Callable[[Fabric], Any], ou
     end_with_parent()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     try:
-        with join(number, world) as fabric, using(fabric):
+        with join(number, world, life) as fabric, using(fabric):
             message = ("result", fn(fabric), None)
         outbox.send_bytes(pickle.dumps(message))
     except BaseException as error:

@@ -29,6 +29,7 @@ def run(
     fabric: str | Setup = "auto",
     deadlines: Deadlines | None = None,
     keep_going: bool = False,
+    restarts: int = 0,
 ) -> list[T]:
     """Call `fn(fabric)` on every rank and return the results in order of rank.
 
@@ -40,15 +41,24 @@ def run(
 
     A rank that is stopped, as by SIGSTOP, is waited for as long as others work. When all that are left are stopped,
     they have 5 s to go on; then they are killed, and are among the failures. One that is only slow is not hurried.
+
+    With `keep_going` and `restarts`, a rank whose process ended without a result gets a new one, so many times: `fn` is
+    called there from its first line, with a fabric whose `incarnation` is 1, 2... It is for modes async and bounded.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks} is less than 1; try ranks=2")
+    if restarts < 0:
+        raise ConfigError(f"restarts={restarts} is less than 0; try restarts=2")
+    if restarts and not keep_going:
+        raise ConfigError(f"restarts={restarts} needs ranks that go on meanwhile; say keep_going=True too")
     if fabric == "auto":
         fabric = "torch" if missing() or ranks > MOST_RANKS else "shm"
     setup = setup_of(fabric, deadlines)
+    if isinstance(setup, Threads) and restarts:
+        raise ConfigError(f'restarts={restarts} needs processes; threads share one: use fabric="shm" or "torch"')
     if isinstance(setup, Threads):
         return run_threads(fn, setup.group(ranks))
-    return run_processes(fn, ranks, setup, keep_going)
+    return run_processes(fn, ranks, setup, keep_going, restarts)
 
 
 def setup_of(fabric: str | Setup, deadlines: Deadlines | None) -> Setup:

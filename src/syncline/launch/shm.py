@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.shm import Meeting, ShmFabric
+from syncline.fabric.shm_doors import ShmDoors, ShmNewcomer
 
 if TYPE_CHECKING:
-    from syncline.launch.processes import Join
+    from syncline.fabric.base import Fabric
+    from syncline.launch.processes import Join, Life
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class JoinShm:
     meeting: Meeting
     deadlines: Deadlines
 
-    def __call__(self, rank: int, world: int) -> ShmFabric:
-        """Meet the others over a local socket."""
-        return ShmFabric(self.meeting, rank, world, self.deadlines)
+    def __call__(self, rank: int, world: int, life: Life) -> Fabric:
+        """Meet the others over a local socket; a newcomer meets nobody yet."""
+        doors = ShmDoors(self.meeting, self.deadlines)
+        if life.incarnation:
+            return ShmNewcomer(rank, world, life.incarnation, doors)
+        fabric = ShmFabric(self.meeting, rank, world, self.deadlines)
+        fabric.doors = doors if life.restarts else None
+        return fabric

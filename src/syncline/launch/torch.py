@@ -9,13 +9,15 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.torch import TorchFabric
+from syncline.fabric.torch_doors import TorchDoors, TorchNewcomer
 
 if TYPE_CHECKING:
-    from syncline.launch.processes import Join
+    from syncline.fabric.base import Fabric
+    from syncline.launch.processes import Join, Life
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,23 @@ class JoinTorch:
     backend: str
     deadlines: Deadlines
 
-    def __call__(self, rank: int, world: int) -> TorchFabric:
+    def __call__(self, rank: int, world: int, life: Life) -> Fabric:
         """Meet the others through the store; local ranks talk over the loopback device."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         patience = timedelta(seconds=self.deadlines.join)
         store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=patience)
+        doors = TorchDoors(store, self.backend, self.deadlines)
+        if life.incarnation:
+            return newcomer(rank, world, life.incarnation, doors)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=world, timeout=patience)
-        return TorchFabric(deadlines=self.deadlines, owns_group=True)
+        fabric = TorchFabric(deadlines=self.deadlines, owns_group=True)
+        fabric.doors = doors if life.restarts else None
+        return fabric
+
+
+def newcomer(rank: int, world: int, incarnation: int, doors: TorchDoors) -> TorchNewcomer:
+    """Torch makes groups of two only where there is a world, so a newcomer is one of its own."""
+    dist.init_process_group(doors.backend, store=HashStore(), rank=0, world_size=1)
+    fabric = TorchNewcomer(rank, world, incarnation, doors)
+    fabric.after.append(dist.destroy_process_group)
+    return fabric

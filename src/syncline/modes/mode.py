@@ -26,6 +26,7 @@ class Mode(ABC):
 
     name: ClassVar[str]
     least_world: ClassVar[int] = 1  # ranks from which on there is anything to do
+    takes_newcomers: ClassVar[bool] = False  # a new process may take the place of one that died
 
     @abstractmethod
     def start(self, replica: Replica) -> Driver:

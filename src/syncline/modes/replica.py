@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.buckets.parameters import Named, parameters_of
+from syncline.buckets.parameters import Named, describe_layout, parameters_of
 from syncline.codecs.feedback import Units
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import compare_replicas
@@ -36,6 +36,14 @@ class Replica:
     def named(self) -> Named:
         """Its parameters."""
         return parameters_of(self.model)
+
+    def layout(self) -> list[str]:
+        """What ranks must have in common."""
+        return describe_layout(self.named(), self.model.named_buffers(), [f"settings {self.settings}"])
+
+    def unserved(self) -> list[Tensor]:
+        """What no optimizer changes: frozen parameters, and buffers."""
+        return [*(p for _, p in self.named() if not p.requires_grad), *self.model.buffers()]
 
     def pipeline(self, fabric: Fabric, units: Units | None = None) -> Pipeline:
         """A path for buckets; what codecs keep follows learning rates, unless units are given."""

@@ -14,14 +14,18 @@ from torch import Tensor
 from syncline.buckets.bucket import Slot
 from syncline.codecs.codec import Codec
 from syncline.codecs.none import NoCodec
-from syncline.errors import CorruptMessage, FabricError
+from syncline.errors import CorruptMessage, FabricClosed, FabricError
+from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, Mirror, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, read_words, words_of
 from syncline.modes.serving.server import Gradients, Server
 from syncline.pipeline import parts_of
+from syncline.replicas import pack
 
 log = logging.getLogger(__name__)
 IS_GOOD, IS_MAPPED = 1, 2  # flags of a commit
+IS_DIFFERENT = 1  # flag of an answer to a newcomer
+WAIT_S = 0.5  # between saying to wait: how much later than at the deadline a worker notices another server's end
 AWAY_S = 30 * 24 * 3600.0  # a worker that has left need not say anything
 
 
@@ -37,8 +41,10 @@ class Attendant:
         push: Codec,
         pull: Codec,
         seed: int,
+        replica: Replica,
     ) -> None:
         self.server = server
+        self.replica = replica
         self.buckets = buckets
         self.worker = worker
         self.link = link
@@ -48,12 +54,14 @@ class Attendant:
         self.ears: dict[int, Coder] = {}
         self.mirrors: dict[int, Mirror] = {}
         self.told = 0  # times that parameters were sent
+        self.closing = False
         self.thread = threading.Thread(target=self.attend, name=f"rank {server.rank} serves rank {worker}", daemon=True)
         self.thread.start()
 
     def attend(self) -> None:
         """Until the worker is gone."""
         acts: dict[Kind, Callable[[Message], None]] = {
+            Kind.INTRODUCE: self.introduce,
             Kind.ENTER: self.enter,
             Kind.PUSH: self.stage,
             Kind.COMMIT: self.commit,
@@ -76,6 +84,14 @@ class Attendant:
         finally:
             self.server.leave(self.worker)
             self.link.close()  # a worker that waits for an answer is told
+
+    def introduce(self, message: Message) -> None:
+        """A newcomer takes from this rank what is in no bucket, if it has the same model and settings."""
+        mine = self.replica.layout()
+        if read_words(message.body) == mine:
+            self.link.send(Message(Kind.ANSWER, payload=pack(self.replica.unserved()).cpu()))
+        else:
+            self.link.send(Message(Kind.ANSWER, flag=IS_DIFFERENT, body=words_of(mine)))
 
     def enter(self, message: Message) -> None:
         """Say where parameters are, and agree on the state of codecs."""
@@ -143,18 +159,16 @@ class Attendant:
 
     def wait(self, until: Callable[[], bool]) -> None:
         """For other workers. Those that are silent for too long are dropped; until then this one is told to wait."""
-        while not self.server.wait(until, self.server.deadline_s / 4):
+        while not self.server.wait(lambda: self.closing or until(), min(WAIT_S, self.server.deadline_s / 4)):
             self.link.send(Message(Kind.WAIT))
+        if self.closing:
+            raise FabricClosed(f"rank {self.worker} is served no longer")
 
     def give(self, asked: Message, step: int, staleness: int = 0, exactly: bool = False) -> None:
         """Give the parameters, as a worker can take them."""
         if asked.flag & IS_MAPPED:
             self.link.send(Message(Kind.ANSWER, step=step, flag=staleness))
-            self.expect(Kind.READ)
-            hold_s = self.server.deadline_s / 4  # less than other workers wait
-            with self.server.changed:  # the worker does nothing else now, so this does not take long
-                self.link.send(Message(Kind.ANSWER, self.server.read(self.worker)), hold_s)
-                self.expect(Kind.TAKEN, hold_s)
+            self.lend()
             return
         with self.server.changed:
             version = self.server.read(self.worker)
@@ -164,11 +178,22 @@ class Attendant:
         for number, flat in copies.items():
             self.link.send(self.told_of(number, flat, exactly))
 
-    def expect(self, kind: Kind, deadline_s: float | None = None) -> None:
+    def lend(self) -> None:
+        """Let the worker read the parameters where they are, again if it was too slow."""
+        is_late = True
+        while is_late:
+            self.expect(Kind.READ)
+            version, until_ns = self.server.lend(self.worker)
+            self.link.send(Message(Kind.ANSWER, version, flag=until_ns))
+            is_late = bool(self.expect(Kind.TAKEN).flag)
+            self.server.give_back(self.worker)
+
+    def expect(self, kind: Kind) -> Message:
         """The worker has one thing to say here."""
-        message = self.link.receive(deadline_s)
+        message = self.link.receive()
         if message.kind != kind:
             raise CorruptMessage(f"rank {self.worker} said {message.kind.name} where {kind.name} was due")
+        return message
 
     def told_of(self, number: int, flat: Tensor, exactly: bool) -> Message:
         """One bucket, as it is or as what has changed."""
@@ -195,5 +220,7 @@ class Attendant:
 
     def close(self) -> None:
         """End the thread."""
+        self.closing = True
+        self.server.wake()
         self.link.close()
         self.thread.join()

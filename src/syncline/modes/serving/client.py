@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from time import monotonic_ns
 from typing import Any
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from syncline.buckets.bucket import Slot, view_like
 from syncline.codecs.codec import Codec, State
-from syncline.modes.serving.attendant import IS_GOOD, IS_MAPPED
+from syncline.modes.serving.attendant import IS_DIFFERENT, IS_GOOD, IS_MAPPED
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server, read_words, words_of
 from syncline.modes.serving.shelf import map_of_another
 from syncline.pipeline import parts_of
+from syncline.replicas import layout_mismatch, unpack
 
 Buckets = Mapping[int, Sequence[Slot]]
 
@@ -31,6 +33,7 @@ class Client:
         self.buckets = buckets  # that the server has
         self.pull = pull
         self.seed = seed_of(seed, worker, "pull")
+        self.worker = worker
         self.same_machine = same_machine
         self.maps: dict[int, Tensor] = {}
         self.ears: dict[int, Coder] = {}
@@ -48,11 +51,20 @@ class Client:
         with naming_server(self.link):
             mine = {number: state for number, state in states.items() if number in self.buckets}
             self.link.send(Message(Kind.ENTER, body=words_of(mine)))
-            answer = self.answer()
+            answer = self.link.receive()
         process, descriptors = read_words(answer.body)
         if self.same_machine and not self.maps:
             self.map_all(process, descriptors)
         return answer.step
+
+    def introduce(self, layout: list[str], unserved: Sequence[Tensor]) -> None:
+        """A newcomer's first words: take what is in no bucket, if the server's rank has the same model."""
+        with naming_server(self.link):
+            self.link.send(Message(Kind.INTRODUCE, body=words_of(layout)))
+            answer = self.link.receive()
+        if answer.flag & IS_DIFFERENT:
+            raise layout_mismatch(self.link.peer, read_words(answer.body), self.worker, layout)
+        unpack(answer.payload, unserved)
 
     def map_all(self, process: int, descriptors: Mapping[int, int]) -> None:
         """Map what the server has; if that is not allowed, parameters are sent."""
@@ -78,16 +90,12 @@ class Client:
         with naming_server(self.link):
             self.link.send(Message(Kind.PULL, step=step, flag=IS_MAPPED * self.is_mapped))
 
-    def take_committed(self) -> bool:
-        """Take the parameters after a commit; whether it was applied."""
-        answer = self.take()
-        self.staleness.append(answer.flag)
-        return bool(answer.step)
-
-    def take(self) -> Message:
-        """Take the parameters that the server gives, and what it says about them."""
+    def take(self) -> Message | None:
+        """Take the parameters that the server gives, and what it says about them; None if it says to wait."""
         with naming_server(self.link):
-            answer = self.answer()
+            answer = self.link.receive()
+            if answer.kind == Kind.WAIT:
+                return None
             if self.is_mapped:
                 self.read_in_place()
                 return answer
@@ -96,19 +104,17 @@ class Client:
                 self.take_bucket(self.link.receive())
         return answer
 
-    def answer(self) -> Message:
-        """What the server has to say, which may take long if others are slow."""
-        while (message := self.link.receive()).kind == Kind.WAIT:
-            pass
-        return message
-
     def read_in_place(self) -> None:
-        """One copy, from the server's memory to the parameters."""
-        self.link.send(Message(Kind.READ))
-        self.version = self.link.receive().number
-        for number, flat in self.maps.items():
-            write(self.buckets[number], flat)
-        self.link.send(Message(Kind.TAKEN))
+        """One copy, from the server's memory to the parameters; another one if it took too long."""
+        is_late = True
+        while is_late:
+            self.link.send(Message(Kind.READ))
+            lent = self.link.receive()
+            self.version = lent.number
+            for number, flat in self.maps.items():
+                write(self.buckets[number], flat)
+            is_late = monotonic_ns() > lent.flag
+            self.link.send(Message(Kind.TAKEN, flag=is_late))
 
     def take_bucket(self, message: Message) -> None:
         """A bucket as it is, or what has changed in it."""

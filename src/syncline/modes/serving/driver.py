@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
 from syncline.codecs.codec import Codec
 from syncline.errors import ConfigError, FabricError, PairingError, SynclineError
+from syncline.fabric.newcomers import Door, Knock
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
 from syncline.modes.serving.attendant import Attendant
 from syncline.modes.serving.client import Client
-from syncline.modes.serving.link import FabricLink, Link, LocalLink, words_of
+from syncline.modes.serving.doorkeeper import Doorkeeper
+from syncline.modes.serving.link import FabricLink, Link, LocalLink, Message, words_of
 from syncline.modes.serving.optimizers import groups_of
 from syncline.modes.serving.push import PushPipeline
 from syncline.modes.serving.server import Rules, Server
@@ -29,6 +32,7 @@ from syncline.modes.serving.shards import Roles, deal
 from syncline.modes.staleness import Staleness
 from syncline.pipeline import Pipeline
 
+log = logging.getLogger(__name__)
 MARK_ELEMENTS = 1 << 16  # that are looked at to see whether gradients have changed
 LOOK_S = 0.5  # a server that has nothing else to do looks for Ctrl-C so often
 
@@ -62,15 +66,21 @@ class ServedDriver(Driver):
         sizes = [sum(slot.parameter.nbytes for slot in slots) for slots in self.buckets.values()]
         self.server_of = deal(sizes, plan.roles.servers)
         shared = replica.fabric.name != "torch" and replica.fabric.device.type == "cpu"
+        if replica.fabric.incarnation and self.rank in plan.roles.servers:
+            raise ConfigError(
+                f"rank {self.rank} is a server, and the parameters that it had were lost with it; only a worker's "
+                f"place can be taken: start all ranks again from the last checkpoint"
+            )
         self.server = self.start_server(shared) if self.rank in plan.roles.servers else None
         self.links: dict[int, Link] = {}  # to servers
-        self.attendants: list[Attendant] = []
+        self.attendants: dict[int, Attendant] = {}  # by worker
+        self.doorkeeper = self.start_doorkeeper() if self.server is not None else None
         self.connect()
         self.clients = {server: self.client_of(server, link, shared) for server, link in self.links.items()}
         self.has_left = False
         if self.is_worker:
             self.push = self.start_pushing()
-            self.talk(self.enter, "entering")
+            self.talk(self.come_later if replica.fabric.incarnation else self.enter, "entering")
         replica.fabric.before_close.append(self.before_fabric_closes)
 
     @property
@@ -107,7 +117,8 @@ class ServedDriver(Driver):
                 self.links[server] = here
                 self.attend(worker, there)
                 continue
-            pair = self.replica.fabric.subgroup([server, worker])
+            fabric = self.replica.fabric
+            pair = fabric.knock_at(server) if fabric.incarnation else fabric.subgroup([server, worker])
             if self.rank == worker:
                 self.links[server] = FabricLink(pair, server)
             else:
@@ -118,9 +129,26 @@ class ServedDriver(Driver):
         assert self.server is not None
         settings = self.replica.settings
         mine = {number: slots for number, slots in self.buckets.items() if number in self.server.shelves}
-        self.attendants.append(
-            Attendant(self.server, mine, worker, link, settings.codec, self.plan.pull, settings.seed)
+        self.attendants[worker] = Attendant(
+            self.server, mine, worker, link, settings.codec, self.plan.pull, settings.seed, self.replica
         )
+
+    def start_doorkeeper(self) -> Doorkeeper | None:
+        """A thread that lets in workers that come later, where that can be."""
+        door = self.replica.fabric.door()
+        return Doorkeeper(self.rank, door, self.let_in) if door is not None else None
+
+    def let_in(self, door: Door, knock: Knock) -> None:
+        """A new process has come for a worker, so the last one is gone, whoever has noticed."""
+        assert self.server is not None
+        if attendant := self.attendants.pop(knock.rank, None):
+            attendant.close()
+        self.server.expect(knock.rank)
+        try:
+            self.attend(knock.rank, FabricLink(door.let_in(knock), knock.rank))
+        except BaseException:
+            self.server.leave(knock.rank)
+            raise
 
     def client_of(self, server: int, link: Link, shared: bool) -> Client:
         """This worker's side of a server."""
@@ -226,14 +254,30 @@ class ServedDriver(Driver):
         groups = words_of(groups_of(self.replica.optimizers))
         for client in self.clients.values():
             client.commit(self.steps, good, groups)
-        applied = {server for server, client in self.clients.items() if client.take_committed()}
+        answers = self.take()
+        for server, answer in answers.items():
+            self.clients[server].staleness.append(answer.flag)
+        applied = {server for server, answer in answers.items() if answer.step}
         self.push.settle(applied if good else set())
 
     def meet(self) -> None:
         """Wait until all workers are here, and take the parameters: all are equal then, and as far."""
         for client in self.clients.values():
             client.ask_to_meet(self.steps)
-        self.steps = max(client.take().step for client in self.clients.values())
+        self.steps = max(answer.step for answer in self.take().values())
+
+    def take(self) -> dict[int, Message]:
+        """Take the parameters that were asked for, as servers give them.
+
+        While others are slow all servers say to wait, again and again: all are heard in turn, so that none waits for
+        this worker, and one that has stopped is noticed.
+        """
+        answers: dict[int, Message] = {}
+        while len(answers) < len(self.clients):
+            for server, client in self.clients.items():
+                if server not in answers and (answer := client.take()) is not None:
+                    answers[server] = answer
+        return answers
 
     def enter(self) -> None:
         """Come, or come again; the clock is that of the slowest."""
@@ -241,6 +285,13 @@ class ServedDriver(Driver):
         for client in self.clients.values():
             self.steps = max(client.enter(states), 0 if self.has_left else self.steps)
         self.has_left = False
+
+    def come_later(self) -> None:
+        """In the place of a worker that died: with all that the others had at the start and have learned since."""
+        first = next(iter(self.clients.values()))
+        first.introduce(self.replica.layout(), self.replica.unserved())
+        self.enter()
+        self.pull()
 
     def leave(self, comes_back: bool = False) -> None:
         """Nobody waits for this worker any more."""
@@ -264,8 +315,7 @@ class ServedDriver(Driver):
         """Take the parameters as they are, without a gradient."""
         for client in self.clients.values():
             client.ask_to_pull(self.steps)
-        for client in self.clients.values():
-            client.take()
+        self.take()
 
     def drain(self) -> None:
         if self.is_worker and not self.has_left:
@@ -317,6 +367,9 @@ class ServedDriver(Driver):
         """The worker that has the state of the servers gives it to them; all take the parameters."""
         if self.reducer is None:
             return
+        if self.replica.fabric.incarnation:
+            log.warning("rank %d came later, and goes on from what the servers have: not from a checkpoint", self.rank)
+            return
         self.steps = saved["steps"]
         self.reducer.passes = self.reducer.passes_before_step = saved["passes"]
         self.push.load_state_dict(saved["codec_state"])
@@ -353,7 +406,10 @@ class ServedDriver(Driver):
 
     def close(self) -> None:
         self.break_links()
-        for attendant in self.attendants:
+        if self.doorkeeper is not None:
+            self.doorkeeper.close()
+            self.doorkeeper = None
+        for attendant in self.attendants.values():
             attendant.close()
         self.attendants.clear()
         if self.reducer is not None:

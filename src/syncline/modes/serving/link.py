@@ -37,10 +37,11 @@ class Kind(IntEnum):
     LEAVE = 7  # this worker is done; answered
     ANSWER = 8
     PARAMETERS = 9  # of one bucket
-    READ = 10  # let nobody change the parameters while this worker reads them; answered
-    TAKEN = 11  # it has read them
+    READ = 10  # let nobody change the parameters while this worker reads them; answered with until when
+    TAKEN = 11  # it has read them, or was too late and reads again
     PULL = 12  # parameters without a gradient, for a worker that has come; answered with them
     WAIT = 13  # the answer takes long, because others are slow
+    INTRODUCE = 14  # a newcomer says what it has; answered with what the server's rank has beside its buckets
 
 
 class Message(NamedTuple):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +97,7 @@ class Server:
         self.updates: deque[Update] = deque(maxlen=100_000)
         self.meetings = 0
         self.snapshot: dict[str, Any] = {}
+        self.lent: dict[int, int] = {}  # workers that read in place, and until when nothing changes for them
         self.changed = threading.Condition()
 
     # What workers ask for
@@ -107,7 +110,7 @@ class Server:
 
     def commit(self, worker: int, step: int, good: bool, groups: Groups) -> int:
         """A worker's step is complete; returns how stale it was."""
-        with self.changed:
+        with self.changing():
             one = self.workers.get(worker)
             if one is None:
                 return 0
@@ -168,7 +171,7 @@ class Server:
 
     def catch_up(self, worker: int, step: int) -> None:
         """A worker that has come is as far as it was told elsewhere."""
-        with self.changed:
+        with self.changing():
             self.clock.tick(worker, step)
             self.finish_round()
             self.changed.notify_all()
@@ -182,9 +185,33 @@ class Server:
         self.clock.note_read(worker, self.version)
         return self.version
 
+    def lend(self, worker: int) -> tuple[int, int]:
+        """A worker reads in place: the version, and until when, on the clock of this machine, nothing changes.
+
+        That is less than other workers wait for an answer. One that was stopped meanwhile notices and reads again.
+        """
+        with self.changed:
+            self.lent[worker] = monotonic_ns() + int(self.deadline_s / 4 * 1e9)
+            return self.read(worker), self.lent[worker]
+
+    def give_back(self, worker: int) -> None:
+        """A worker has read."""
+        with self.changed:
+            self.lent.pop(worker, None)
+            self.changed.notify_all()
+
+    @contextmanager
+    def changing(self, without: int = -1) -> Iterator[None]:
+        """Nobody reads in place, or is late, or is gone."""
+        with self.changed:
+            self.lent.pop(without, None)
+            while (left_ns := max(self.lent.values(), default=0) - monotonic_ns()) > 0:
+                self.changed.wait(left_ns / 1e9)
+            yield
+
     def meet(self, worker: int, step: int) -> int:
         """A worker waits for all others, which do not wait for it; returns the number of the meeting."""
-        with self.changed:
+        with self.changing():
             self.clock.rest(worker, step)
             number = self.meetings + 1
             self.finish_round()
@@ -202,7 +229,7 @@ class Server:
 
     def leave(self, worker: int, comes_back: bool = False) -> None:
         """A worker has left, or is lost: nobody waits for it, and what it did not commit never was."""
-        with self.changed:
+        with self.changing(worker):
             (self.away.add if comes_back else self.away.discard)(worker)
             self.clock.drop(worker)
             self.workers.pop(worker, None)
@@ -219,6 +246,16 @@ class Server:
             self.workers[worker] = Worker()
             self.read(worker)
             return clock
+
+    def expect(self, worker: int) -> None:
+        """A worker is about to come; the server does not end before."""
+        with self.changed:
+            self.away.add(worker)
+
+    def wake(self) -> None:
+        """Let those who wait look again."""
+        with self.changed:
+            self.changed.notify_all()
 
     def wait(self, until: Callable[[], bool], seconds: float) -> bool:
         """For workers to do something; False if it takes longer."""
@@ -250,7 +287,7 @@ class Server:
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from there; what is saved of other servers' parameters is left alone."""
-        with self.changed:
+        with self.changing():
             self.version = saved["version"]
             for one in self.workers.values():
                 one.version = self.version
