@@ -282,3 +282,24 @@ def refusals(fabric: Fabric) -> list[str]:
             said.append(str(error))
     assert total(fabric.subgroup([1, 0]), 1.0) == 2.0
     return said
+
+
+def close_from_threads(fabric: Fabric, times: int) -> list[str]:
+    """Subgroups that several threads close at once; what went wrong."""
+    wrong: list[str] = []
+
+    def close(pair: Fabric) -> None:
+        try:
+            pair.close(drain=False)
+        except BaseException as error:
+            wrong.append(repr(error))
+
+    for _ in range(times):
+        pair = fabric.subgroup([0, 1])
+        threads = [threading.Thread(target=close, args=(pair,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        fabric.barrier()
+    return wrong

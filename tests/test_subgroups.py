@@ -105,6 +105,12 @@ def test_messages_go_both_ways(fabric: str, length: int) -> None:
         assert sorted(taken) == [(10.0 * peer, 10.0 * peer + 1) for peer in range(4) if peer != rank]
 
 
+@on_processes
+def test_one_that_several_threads_close_is_closed_once(fabric: str) -> None:
+    """And nothing else is."""
+    assert syncline.run(partial(members.close_from_threads, times=20), 2, fabric, PATIENT) == [[], []]
+
+
 # Failures
 
 

@@ -187,7 +187,7 @@ class TorchFabric(MessageFabric):
         vars(self).pop("inquest", None)
         if board := vars(self).pop("board", None):
             board.close()
-        if self.owns_group and dist.is_initialized():
+        if group is not None and self.owns_group and dist.is_initialized():  # whichever thread closes it first
             dist.destroy_process_group(None if group is dist.group.WORLD else group)
         self.owns_group = False
 
