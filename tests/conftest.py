@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +14,21 @@ from processes import ranks_left
 
 settings.register_profile("syncline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("syncline")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is sampled, the cases that are left out are slow ones."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            cases[item.path, item.name.partition("[")[0]].append(item)
+    for several in cases.values():
+        (wanted,) = several[0].get_closest_marker("sampled").args
+        chosen = {number * len(several) // wanted for number in range(wanted)}
+        for number, item in enumerate(several):
+            if number not in chosen:
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -39,11 +39,18 @@ def process_at(folder: Path) -> Process:
 
 def ranks_left() -> list[Process]:
     """What this process has started and not ended, apart from the helpers of multiprocessing, which stay."""
-    table = list(process_table())
-    mine = [process for process in table if process.parent == os.getpid()]
-    helpers = {process.pid for process in mine if any(name in process.command for name in HELPERS)}
-    strangers = [process for process in mine if process.pid not in helpers]
-    return strangers + [process for process in table if process.parent in helpers]
+    mine = list(children_of(os.getpid()))
+    helpers = [process for process in mine if any(name in process.command for name in HELPERS)]
+    strangers = [process for process in mine if process not in helpers]
+    return strangers + [process for helper in helpers for process in children_of(helper.pid)]
+
+
+def children_of(pid: int) -> Iterator[Process]:
+    """What a process has started, by any of its threads."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            with suppress(OSError):  # it has ended meanwhile
+                yield process_at(Path("/proc") / child)
 
 
 def in_session(session: int) -> list[Process]:

@@ -31,6 +31,7 @@ def needed(name: str) -> None:
         pytest.skip(f"{NEEDS[name]} is not installed")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.needs_mpi
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", CONTENDERS)

@@ -51,12 +51,14 @@ def dense(world: int, skipped: int = -1) -> list[Tensor]:
 # Answers
 
 
+@pytest.mark.sampled(3)
 @on_hosts
 @pytest.mark.parametrize("codec", EVERY_CODEC)
 def test_all_ranks_end_with_the_same_bits(codec: str, sizes: list[int]) -> None:
     assert_same_bits([found.moved for found in move(sizes, codec)])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("sizes", [*SIZES, [3], [1, 1, 1], [1, 2, 4]], ids=str)
 @pytest.mark.parametrize(("codec", "error"), [("none", 1e-6), ("topk:1.0", 1e-6), ("fp16", 1e-3), ("bf16", 1e-2)])
 def test_it_is_the_mean_over_ranks_whatever_the_sizes_of_hosts(codec: str, error: float, sizes: list[int]) -> None:
@@ -134,6 +136,7 @@ def assert_nothing_is_lost(by_rank: list[Moved], exact: list[Tensor]) -> None:
         assert (kept - missing).norm() <= 2e-5 * (1 + wanted.norm())
 
 
+@pytest.mark.sampled(4)
 @on_hosts
 @pytest.mark.parametrize("skipped", [-1, 3])
 @pytest.mark.parametrize("codec", FED_BACK)
@@ -143,6 +146,7 @@ def test_sent_plus_kept_is_the_gradient(codec: str, skipped: int, sizes: list[in
     assert_nothing_is_lost(by_rank, dense(sum(sizes), skipped))
 
 
+@pytest.mark.sampled(4)
 @on_hosts
 @pytest.mark.parametrize("codec", EVERY_CODEC)
 def test_resuming_gives_the_run_that_was_not_interrupted_bit_for_bit(codec: str, sizes: list[int]) -> None:
@@ -152,6 +156,7 @@ def test_resuming_gives_the_run_that_was_not_interrupted_bit_for_bit(codec: str,
         assert all(torch.equal(a, b) for a, b in zip(one.kept, other.kept, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("sizes", "collective"), [([1, 4], "hierarchical"), ([3, 2], "hierarchical"), ([5], "auto")])
 @pytest.mark.parametrize("codec", ["topk:0.1", "powersgd:2", "int8"])
 def test_nothing_is_lost_when_hosts_are_other_ones_after_resuming(

@@ -169,6 +169,7 @@ def test_demo_prints_figures_for_programs():
     assert figures["ddp"]["losses"] == pytest.approx(figures["syncline"]["losses"], rel=1e-4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [("--workers", "1"), ("--steps", "0"), ("--size", "7M"), ("--collective", "rign")])
 def test_demo_refuses_what_it_cannot_do(options):
     result = command("demo", "--steps", "4", "--size", "5M", *options)

@@ -115,6 +115,7 @@ def suboptimality(codec: str | Codec, rates: list[float]) -> float:
 FALLING = [0.02] * 300 + [0.005] * 300
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kept", "forgotten"),
     [
@@ -129,6 +130,7 @@ def test_what_is_kept_leads_to_the_optimum_and_what_is_forgotten_does_not(kept: 
     assert suboptimality(forgotten, FALLING) > 0.3
 
 
+@pytest.mark.slow
 def test_entries_that_are_scaled_and_fed_back_would_diverge() -> None:
     rates = [0.02] * 200
     assert suboptimality("randomk:0.1", rates) < 0.1
@@ -146,6 +148,7 @@ def mostly_down(x: Tensor, step: int, rank: int) -> Tensor:
     return torch.where(drawn < 0.25, 4.0, -1.0) + wall
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("codec", "is_right"), [("none", True), ("onebit", True), ("onebit:vote=true,feedback=false", False)]
 )
@@ -298,6 +301,7 @@ def taught(codec: str | Codec, seed: int, steps: int, ranks: int) -> list[tuple[
     return syncline.run(work, ranks=ranks, fabric="threads")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", quick_and_slow(EVERY_CODEC, quick=("topk:0.1", "powersgd:2", "dgc:0.1,warmup=20")))
 def test_after_200_steps_all_ranks_have_the_same_bits(codec: str) -> None:
     first, *others = (digests for digests, _ in taught(codec, 0, 200, 3))
@@ -319,6 +323,7 @@ def dense() -> float:
     return mean_loss("none")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "codec", quick_and_slow(("int8", "onebit", "topk:0.1", "powersgd:4", "dgc:0.1"), quick=("topk:0.1", "onebit"))
 )
@@ -326,6 +331,7 @@ def test_a_real_task_is_learned_as_well_as_without_a_codec(codec: str, dense: fl
     assert mean_loss(codec) < 1.05 * dense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [Alone()], ids=["alone"])
 def test_a_codec_with_a_fault_learns_less(codec: Codec, dense: float) -> None:
     assert mean_loss(codec) > 1.05 * dense

@@ -183,6 +183,7 @@ def test_a_process_that_is_killed_in_a_call_is_lost(fabric: str, collective: str
 # Ranks that stall
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("collective", ALGORITHMS)
 def test_a_thread_that_stalls_in_any_round_is_named(collective: str) -> None:
     for number in rounds_of(collective):
@@ -198,6 +199,7 @@ def test_whoever_stalls_is_named_and_nobody_else(victim: int) -> None:
     assert {outcome[0].culprit for rank, outcome in enumerate(outcomes) if rank != victim} == {victim}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(120)
 @everywhere(PROCESS_FABRICS)
 def test_a_process_that_stalls_before_a_call_is_named(fabric: str, collective: str, tmp_path: Path) -> None:
@@ -207,6 +209,7 @@ def test_a_process_that_stalls_before_a_call_is_named(fabric: str, collective: s
     assert_all_blame(survivors_of(outcomes), PeerStalled, within_s=1.0 + SOON_S)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fabric", MESSAGE_FABRICS)
 @pytest.mark.parametrize("collective", ALGORITHMS)

@@ -407,6 +407,7 @@ def assert_report(rank: Trained, kind: str, *parts: str) -> None:
         assert part in rank.message, rank.message
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fabric", PROCESS_FABRICS)
 def test_a_rank_that_never_comes_to_its_backward_pass_is_reported(fabric: str, tmp_path: Path) -> None:
     work = partial(guarded.train_with_an_absent_rank, absent=VICTIM, step=3, folder=str(tmp_path))
@@ -449,6 +450,7 @@ def faulty(fault: Strikes, fabric: str, folder: Path, deadline_s: float) -> dict
 SENT_THIRD = ("never produced bucket 2 of step 3 (second.", "the last it produced is bucket 1 of step 3 (third.")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fabric", PROCESS_FABRICS)
 def test_a_rank_that_is_stopped_in_its_backward_pass_is_reported(fabric: str, tmp_path: Path) -> None:
     fault = Strikes(VICTIM, 3, "between buckets", guarded.stopped_later)

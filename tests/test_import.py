@@ -71,6 +71,7 @@ print(json.dumps(time.process_time() - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_import_takes_little_longer_than_that_of_torch() -> None:
     # Processor time of this import alone, in one interpreter; the least of five, as noise only adds.

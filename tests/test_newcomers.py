@@ -114,6 +114,7 @@ def test_a_worker_may_die_again(fabric: str, tmp_path: Path) -> None:
     assert_replaced(run(work, fabric, 3, restarts=2), work)
 
 
+@pytest.mark.sampled(1)
 def test_one_that_dies_too_often_is_a_failure_and_the_others_have_results(tmp_path: Path) -> None:
     work = Replaced(ASYNC, str(tmp_path), ends=("exits", "killed"), steps=3, others=250)
     with pytest.raises(RankFailed, match=r"(?s)SIGKILL.*before that, in the same rank:.*exited with code 3") as failed:
@@ -123,6 +124,7 @@ def test_one_that_dies_too_often_is_a_failure_and_the_others_have_results(tmp_pa
     assert set(failed.value.results) == {0, 1}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("moment", ["knocking", "known", "entered", "reading"])
 @on_processes
 def test_a_newcomer_that_dies_while_it_enters_is_not_missed_and_the_next_one_comes(
@@ -132,6 +134,7 @@ def test_a_newcomer_that_dies_while_it_enters_is_not_missed_and_the_next_one_com
     assert_replaced(run(work, fabric, 3, restarts=2), work)
 
 
+@pytest.mark.slow
 def test_a_newcomer_may_come_before_anyone_has_noticed_that_the_last_one_is_gone(tmp_path: Path) -> None:
     """It keeps its place when that is noticed."""
     work = Replaced(f"{ASYNC},apart=true", str(tmp_path), victim=1, steps=150, notices_s=1.5)
@@ -147,6 +150,7 @@ def test_a_server_ends_without_a_newcomer_that_knocked_and_died(tmp_path: Path) 
     assert max(report.seconds for report in failed.value.results.values()) < 10.0
 
 
+@pytest.mark.sampled(1)
 @on_processes
 def test_a_newcomer_with_another_model_is_told_what_differs_and_not_started_again(fabric: str, tmp_path: Path) -> None:
     work = Replaced(ASYNC, str(tmp_path), width=5, others=250)
@@ -182,6 +186,7 @@ def test_other_modes_refuse_a_newcomer(mode: str, tmp_path: Path) -> None:
     assert f"mode {mode.partition(':')[0]} needs all ranks from the start: use async or bounded" in found.message
 
 
+@pytest.mark.sampled(2)
 @on_processes
 @pytest.mark.parametrize(("mode", "victim"), [("async:apart=true", 2), ("async", 0)])
 def test_the_place_of_a_server_cannot_be_taken(fabric: str, mode: str, victim: int) -> None:
@@ -200,6 +205,7 @@ def test_the_place_of_a_server_cannot_be_taken(fabric: str, mode: str, victim: i
 # When newcomers come
 
 
+@pytest.mark.sampled(2)
 @on_processes
 @pytest.mark.parametrize("saves", [False, True])
 def test_a_newcomer_may_come_into_a_meeting(fabric: str, saves: bool, tmp_path: Path) -> None:
@@ -212,6 +218,7 @@ def test_a_newcomer_may_come_into_a_meeting(fabric: str, saves: bool, tmp_path: 
         assert torch.equal(found[0][2]["first"], place)
 
 
+@pytest.mark.sampled(1)
 @on_processes
 def test_one_that_comes_when_all_servers_have_ended_is_told(fabric: str, tmp_path: Path) -> None:
     work = partial(come_too_late, mode=ASYNC, folder=str(tmp_path))
@@ -298,6 +305,7 @@ print(joined.name, report.incarnation, report.began > 0, *report.place.tolist(),
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", one_now_others_slow([ASYNC, f"{BOUNDED},servers=2"]))
 @on_processes
 def test_a_process_that_is_started_by_hand_takes_the_place_of_one(fabric: str, mode: str, tmp_path: Path) -> None:

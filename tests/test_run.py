@@ -219,6 +219,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "GRACE_S", 1.0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("short_grace")
 @over_processes
 @pytest.mark.parametrize("keep_going", [False, True])
@@ -229,6 +230,7 @@ def test_a_stopped_rank_that_others_wait_for_is_killed_after_they_have_failed(
     assert [(type(failures[rank]), failures[rank].rank) for rank in (0, 2)] == [(PeerStalled, 1)] * 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("short_grace")
 @over_processes
 @pytest.mark.parametrize(("keep_going", "victims"), [(True, [1]), (False, [0, 2])])
@@ -317,6 +319,7 @@ def start_script(folder: Path, fabric: str, wait: str) -> subprocess.Popen:
     return child
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(120)
 @over_processes
 @pytest.mark.parametrize("wait", one_now_others_slow(["wait_for_rank_0", "sleep"]))
@@ -326,6 +329,7 @@ def test_ranks_end_when_the_process_that_started_them_is_killed(tmp_path: Path, 
     assert session_ends(child.pid, within_s=5.0), in_session(child.pid)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(120)
 @over_processes
 @pytest.mark.parametrize("whom", one_now_others_slow(["its group", "the process"]))

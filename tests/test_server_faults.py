@@ -78,6 +78,7 @@ def test_what_a_killed_worker_has_committed_counts_and_nothing_else(mode: str, m
     assert_survivors(mode, Strike(2, moment), "shm")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("moment", one_now_others_slow(["reading", "computing", "before commit", "waiting"]))
 @pytest.mark.parametrize("fabric", ["shm", "torch"])
@@ -85,6 +86,7 @@ def test_a_worker_that_is_stopped_holds_up_the_others_until_the_deadline(fabric:
     assert_survivors(LOCKSTEP, Strike(2, moment, stops=True), fabric)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("fabric", ["shm", "torch"])
 @pytest.mark.parametrize(("mode", "victim"), [("async:apart=true", 2), ("async", 0), ("bounded:ahead=1,servers=2", 1)])
@@ -104,6 +106,7 @@ def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, v
 HALTED = [("async:apart=true", 3), ("async", 0), ("bounded:ahead=1,servers=2", 1), (f"{LOCKSTEP},servers=2", 1)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("moment", HALTS)
 @pytest.mark.parametrize("case", one_now_others_slow(HALTED))
@@ -124,6 +127,7 @@ def test_all_workers_are_told_of_a_server_that_is_stopped(
         assert outcome.seconds < DEADLINES.operation + 1.0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("nothing_open")
 @pytest.mark.parametrize("moment", HALTS)
 @pytest.mark.parametrize("case", one_now_others_slow(HALTED))

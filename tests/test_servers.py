@@ -63,6 +63,7 @@ def threshold(staleness: int) -> float:
     return 2 * sin(pi / (2 * (2 * staleness + 1)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_pushes_in_strict_turn_are_as_stale_as_there_are_other_workers(world: int) -> None:
     rounds, found = 400 // world, {}
@@ -307,6 +308,7 @@ def test_workers_with_fewer_batches_do_not_hold_up_the_others(mode: str, drain: 
         assert all(torch.equal(place, found[0][0]) for place, _ in found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["async:share=false", LOCKSTEP, "bounded:ahead=1,share=false,servers=2"])
 def test_a_worker_that_was_away_has_the_parameters_of_today_and_nobody_waited(mode: str) -> None:
     """It is away for longer than the deadline."""
@@ -346,6 +348,7 @@ def test_after_a_meeting_all_workers_are_as_far() -> None:
         assert torch.equal(found, torch.full((3,), START - RATE * (6 * both + 4 * slope_of(1))))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["async:share=false", LOCKSTEP, f"{LOCKSTEP},servers=2"])
 def test_waiting_for_slow_workers_has_no_deadline_as_long_as_they_are_heard_of(mode: str) -> None:
     """Workers wait in drain() for longer than the deadline, while another one makes many short steps."""

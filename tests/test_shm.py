@@ -381,6 +381,7 @@ def work_until_struck(fabric, victim: int, strike: signal.Signals, in_background
             raise
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("in_background", [False, True], ids=["caller", "worker"])
 @pytest.mark.parametrize(("strike", "kind"), [(signal.SIGKILL, PeerLost), (signal.SIGSTOP, PeerStalled)])
 @pytest.mark.parametrize("victim", [0, 2])
@@ -469,6 +470,7 @@ def test_no_locked_memory_is_needed(tmp_path):
         assert said.split() == ["shm", "300000"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wish", ["no native module", "few descriptors"])
 def test_all_ranks_fall_back_when_one_cannot(tmp_path, wish):
     outputs = start_ranks(tmp_path, ["few descriptors" if wish == "few descriptors" else "", wish], [[], []])
@@ -476,6 +478,7 @@ def test_all_ranks_fall_back_when_one_cannot(tmp_path, wish):
         assert said.split() == ["torch", "300000"], logged
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 @pytest.mark.parametrize("space", ["--ipc", "--mount"])
 def test_ranks_in_different_namespaces_fall_back(tmp_path, space):

@@ -99,6 +99,7 @@ def test_closing_without_patience_wakes_those_who_wait(fabric: str, closes: int,
         assert seconds < SOON_S
 
 
+@pytest.mark.sampled(1)
 @everywhere
 @pytest.mark.parametrize("closes", one_now_others_slow([1, 0]))
 def test_closing_without_patience_ends_a_call_that_all_but_one_have_begun(

@@ -173,6 +173,7 @@ def test_scripted_faults_befall_the_same_rank_in_a_subgroup() -> None:
     assert caught.value.failures[3].rank == 1
 
 
+@pytest.mark.sampled(1)
 @everywhere
 def test_one_who_never_comes_is_waited_for_no_longer_than_the_deadline(fabric: str) -> None:
     deadlines = Deadlines(5.0, join=1.0) if fabric != "threads" else Deadlines(1.0)

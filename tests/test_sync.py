@@ -375,6 +375,7 @@ def test_a_rank_that_waits_for_one_that_has_left_after_fewer_passes_is_told(fabr
     assert "stepped after fewer passes (wrap all but the last in sync.no_sync())" in waits
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [2, 3, 7])
 def test_many_backward_passes_before_a_step_are_not_taken_for_different_numbers(world: int) -> None:
     """More than are told apart, in 16 bits."""

@@ -206,6 +206,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("group", "fabric"),
