@@ -47,10 +47,19 @@ def ranks_left() -> list[Process]:
 
 def children_of(pid: int) -> Iterator[Process]:
     """What a process has started, by any of its threads."""
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in (thread / "children").read_text().split():
-            with suppress(OSError):  # it has ended meanwhile
-                yield process_at(Path("/proc") / child)
+    for child in numbers_of_children(pid):
+        with suppress(OSError):  # it has ended meanwhile
+            yield process_at(Path("/proc") / child)
+
+
+def numbers_of_children(pid: int) -> list[str]:
+    """As text, of all threads that have not ended meanwhile."""
+    found: list[str] = []
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                found += (thread / "children").read_text().split()
+    return found
 
 
 def in_session(session: int) -> list[Process]:
