@@ -64,7 +64,7 @@ from uneven_batches import Uneven, train_unevenly, train_unevenly_alone, train_u
 
 import syncline
 from syncline.buckets.assign import Item, assign
-from syncline.buckets.passes import MOST_TURNS
+from syncline.buckets.turns import MOST_TURNS
 from syncline.errors import RankFailed
 from syncline.units import MIB
 

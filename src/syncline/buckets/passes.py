@@ -9,13 +9,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from syncline.buckets.bucket import Bucket, Slot
-from syncline.fabric.agreement import some_ranks
+from syncline.buckets.turns import NO_DATA, ranks_by_turn
 from syncline.fabric.base import Handle
 from syncline.pipeline import Flight
-
-NO_DATA = 0
-UNSURE = -1  # of its turn is a rank that has not stepped since a pass that nobody could use
-MOST_TURNS = 62  # that are told apart: the mean over ranks of such a number is exact enough in 16 bits
 
 
 @dataclass(frozen=True)
@@ -30,26 +26,7 @@ class Verdict:
     @property
     def is_good(self) -> bool:
         """Whether the gradients can be used."""
-        return not self.failed and not self.bad and len(self.sure_turns) < 2
-
-    @property
-    def sure_turns(self) -> dict[int, list[int]]:
-        """Ranks by their turn; more than one turn if some have stepped between passes and others have not."""
-        ranks: dict[int, list[int]] = {}
-        for rank, turn in enumerate(self.turns):
-            if turn not in (NO_DATA, UNSURE):
-                ranks.setdefault(turn, []).append(rank)
-        return ranks
-
-    def told_apart(self) -> str:
-        """What each rank did, where they differ."""
-        sides = [f"pass {turn} since the last step of {some_ranks(who)}" for turn, who in self.sure_turns.items()]
-        return (
-            f"ranks made different numbers of backward passes before a step, so this one was not used: it is "
-            f"{', and '.join(sides)}. Some have stepped without the others, so replicas are not equal any more; make "
-            f"another Sync to begin from rank 0. Before a step all ranks must synchronize equally often: wrap all "
-            f"backward passes but the last in sync.no_sync()"
-        )
+        return not self.failed and not self.bad and len(ranks_by_turn(self.turns)) < 2
 
 
 @dataclass
@@ -107,7 +84,7 @@ def write_verdict(bucket: Bucket, rank: int, failed: bool, turn: int) -> None:
     """What this rank has to say, to be averaged."""
     bucket.side.verdict.zero_()
     bucket.side.verdict[0] = float(failed)
-    bucket.side.verdict[1 + rank] = min(turn, MOST_TURNS) / bucket.divisor
+    bucket.side.verdict[1 + rank] = turn / bucket.divisor
 
 
 def read_verdict(flights: Sequence[Flight]) -> Verdict:

@@ -24,9 +24,10 @@ from syncline.buckets.backward import End, current_pass
 from syncline.buckets.bucket import Bucket, Slot
 from syncline.buckets.layout import Layout
 from syncline.buckets.parameters import Named
-from syncline.buckets.passes import NO_DATA, UNSURE, KeptPass, Pass, Verdict, read_verdict, write_verdict
+from syncline.buckets.passes import KeptPass, Pass, Verdict, read_verdict, write_verdict
 from syncline.buckets.sparse import average_sparse
-from syncline.errors import ConfigError, Desync, LateGradient, PeerError, SynclineError
+from syncline.buckets.turns import UNSURE, Turns
+from syncline.errors import ConfigError, LateGradient, PeerError, SynclineError
 from syncline.fabric.base import Fabric
 from syncline.guards.hangs import explain
 from syncline.pipeline import Flight, Pipeline
@@ -78,9 +79,7 @@ class Reducer:
         self.under_way: Pass | KeptPass | None = None  # whose gradients the next backward will return
         self.passes = 0
         self.passes_before_step = 0
-        self.turn = 0  # passes with data since the last optimizer step
-        self.is_sure = True  # that the others have stepped as often, which is not known after a pass that was no good
-        self.broken: Desync | None = None  # some ranks have stepped without the others
+        self.turns = Turns()
         self.backwards = 0  # since the last optimizer step
         self.is_paused = False  # by no_sync
         self.has_unsent = False  # gradients that only this rank has
@@ -128,28 +127,21 @@ class Reducer:
 
     def begin(self, synchronizes: bool, has_data: bool = True) -> Pass:
         """Get ready for the gradients of a pass."""
-        self.refuse_broken()
+        self.turns.refuse_broken()
         self.refuse_what_lags_badly()
         self.complete_abandoned()
         if not synchronizes:
             self.has_unsent = True
             return Pass(self.passes, synchronizes)
         self.passes += 1
-        self.turn += has_data
         self.layout.turn_for(self.passes)
         for bucket in self.layout.buckets:
             bucket.begin()
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.fired = 0
-        told = self.turn if self.is_sure else UNSURE
-        begun = Pass(self.passes, synchronizes, told if has_data else NO_DATA)
+        begun = Pass(self.passes, synchronizes, self.turns.next(has_data))
         self.tell(begun, computing=True)
         return begun
-
-    def refuse_broken(self) -> None:
-        """Replicas that are not equal stay so."""
-        if self.broken is not None:
-            raise self.broken
 
     def refuse_what_lags_badly(self) -> None:
         """With a lag, gradients that were handed out are not part of the next pass."""
@@ -347,22 +339,9 @@ class Reducer:
         if current.ending is not None:
             current.ending.wait()
         verdict = read_verdict(current.flights)
-        self.compare_turns(current, verdict)
+        asks = current.turn == UNSURE and current.number == self.passes
+        self.turns.compare(verdict.turns, verdict.is_good, asks)
         return verdict
-
-    def compare_turns(self, current: Pass, verdict: Verdict) -> None:
-        """Raise `Desync` on every rank if one has stepped since the pass before and another has not.
-
-        All were equal until here, so a rank that has stepped is in its first turn and one that has not is in a later
-        one: it is seen in the first such pass. A rank that is not sure takes the word of the others.
-        """
-        turns = verdict.sure_turns
-        if len(turns) > 1:
-            self.broken = Desync(verdict.told_apart())
-            self.refuse_broken()
-        if turns and current.turn == UNSURE and current.number == self.passes:
-            (self.turn,) = turns
-        self.is_sure = verdict.is_good
 
     def make_buckets_together(self, current: Pass) -> None:
         """At the end of the first pass; ranks wait for each other here, and not in the first bucket."""
@@ -404,7 +383,7 @@ class Reducer:
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from there."""
         self.passes = self.passes_before_step = saved["passes"]
-        self.begin_turns()
+        self.turns.begin()
         under_way = saved["under_way"]
         self.under_way = KeptPass.restored(under_way) if under_way else None
         self.layout.restore(saved)
@@ -413,23 +392,18 @@ class Reducer:
 
     def before_step(self) -> None:
         """See that a step uses nothing but synchronized gradients, and that every rank has taken part in a pass."""
-        self.refuse_broken()
+        self.turns.refuse_broken()
         self.complete_abandoned()
         if self.has_unsent or self.passes == self.passes_before_step:
             self.synchronize()
 
     def after_step(self) -> None:
         """The optimizer has made its step."""
-        self.begin_turns()
+        self.turns.begin()
         self.backwards = 0
         self.is_tainted = False
         self.has_means = False
         self.passes_before_step = self.passes
-
-    def begin_turns(self) -> None:
-        """From here on all ranks count anew."""
-        self.turn = 0
-        self.is_sure = True
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:

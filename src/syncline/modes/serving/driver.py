@@ -9,32 +9,27 @@ from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
-import torch
-
-from syncline.buckets.bucket import Side, Slot
+from syncline.buckets.bucket import Slot
 from syncline.buckets.layout import group_slots
 from syncline.buckets.parameters import sparse_names
 from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
 from syncline.codecs.codec import Codec
 from syncline.errors import ConfigError, FabricError, PairingError, SynclineError
-from syncline.fabric.newcomers import Door, Knock
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
-from syncline.modes.serving.attendant import Attendant
 from syncline.modes.serving.client import Client
-from syncline.modes.serving.doorkeeper import Doorkeeper
 from syncline.modes.serving.link import FabricLink, Link, LocalLink, Message, words_of
+from syncline.modes.serving.marks import Marks
 from syncline.modes.serving.optimizers import groups_of
 from syncline.modes.serving.push import PushPipeline
 from syncline.modes.serving.server import Rules, Server
-from syncline.modes.serving.shards import Roles, deal
+from syncline.modes.serving.service import Service
+from syncline.modes.serving.shards import Roles, deal, merged
 from syncline.modes.staleness import Staleness
 from syncline.pipeline import Pipeline
 
 log = logging.getLogger(__name__)
-MARK_ELEMENTS = 1 << 16  # that are looked at to see whether gradients have changed
-LOOK_S = 0.5  # a server that has nothing else to do looks for Ctrl-C so often
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class ServedDriver(Driver):
         self.steps = 0
         self.problem = ""
         self.failure: FabricError | None = None  # of a server, after which there is no talking to any
-        self.marks: dict[int, tuple[int, float]] = {}  # of the gradients of buckets, when backward had ended
+        self.marks = Marks()
         sparse = sparse_names(replica.model)
         if sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which servers do not take; use mode=sync")
@@ -71,10 +66,8 @@ class ServedDriver(Driver):
                 f"rank {self.rank} is a server, and the parameters that it had were lost with it; only a worker's "
                 f"place can be taken: start all ranks again from the last checkpoint"
             )
-        self.server = self.start_server(shared) if self.rank in plan.roles.servers else None
+        self.service = self.start_service(shared) if self.rank in plan.roles.servers else None
         self.links: dict[int, Link] = {}  # to servers
-        self.attendants: dict[int, Attendant] = {}  # by worker
-        self.doorkeeper = self.start_doorkeeper() if self.server is not None else None
         self.connect()
         self.clients = {server: self.client_of(server, link, shared) for server, link in self.links.items()}
         self.has_left = False
@@ -82,6 +75,11 @@ class ServedDriver(Driver):
             self.push = self.start_pushing()
             self.talk(self.come_later if replica.fabric.incarnation else self.enter, "entering")
         replica.fabric.before_close.append(self.before_fabric_closes)
+
+    @property
+    def server(self) -> Server | None:
+        """Of this rank, if it serves."""
+        return self.service.server if self.service is not None else None
 
     @property
     def is_worker(self) -> bool:
@@ -102,12 +100,11 @@ class ServedDriver(Driver):
         first = min(self.replica.settings.first_bucket_bytes, most)
         return dict(enumerate(group_slots(slots[::-1], first, most)))
 
-    def start_server(self, shared: bool) -> Server:
-        """The parameters that this rank serves."""
+    def start_service(self, shared: bool) -> Service:
+        """Of the parameters that this rank serves."""
         mine = {number: slots for number, slots in self.buckets.items() if self.server_of[number] == self.rank}
-        replica, roles = self.replica, self.plan.roles
-        deadline_s = replica.fabric.deadlines.operation
-        return Server(self.rank, mine, replica.optimizers, roles.workers, self.plan.rules, shared, deadline_s)
+        plan = self.plan
+        return Service(self.replica, mine, plan.roles.workers, plan.rules, plan.pull, shared)
 
     def connect(self) -> None:
         """A link between every server and every worker."""
@@ -125,30 +122,9 @@ class ServedDriver(Driver):
                 self.attend(worker, FabricLink(pair, worker))
 
     def attend(self, worker: int, link: Link) -> None:
-        """A thread for one worker."""
-        assert self.server is not None
-        settings = self.replica.settings
-        mine = {number: slots for number, slots in self.buckets.items() if number in self.server.shelves}
-        self.attendants[worker] = Attendant(
-            self.server, mine, worker, link, settings.codec, self.plan.pull, settings.seed, self.replica
-        )
-
-    def start_doorkeeper(self) -> Doorkeeper | None:
-        """A thread that lets in workers that come later, where that can be."""
-        door = self.replica.fabric.door()
-        return Doorkeeper(self.rank, door, self.let_in) if door is not None else None
-
-    def let_in(self, door: Door, knock: Knock) -> None:
-        """A new process has come for a worker, so the last one is gone, whoever has noticed."""
-        assert self.server is not None
-        if attendant := self.attendants.pop(knock.rank, None):
-            attendant.close()
-        self.server.expect(knock.rank)
-        try:
-            self.attend(knock.rank, FabricLink(door.let_in(knock), knock.rank))
-        except BaseException:
-            self.server.leave(knock.rank)
-            raise
+        """Serve a worker."""
+        assert self.service is not None
+        self.service.attend(worker, link)
 
     def client_of(self, server: int, link: Link, shared: bool) -> Client:
         """This worker's side of a server."""
@@ -190,7 +166,7 @@ class ServedDriver(Driver):
         assert self.reducer is not None
         self.new_gradients()
         if not self.push.holds:
-            self.marks = {bucket.number: mark_of(bucket.side) for bucket in self.reducer.layout.buckets}
+            self.marks.take(self.reducer.layout.buckets)
         self.problem = self.what_is_wrong(verdict.failed, verdict.bad)
 
     def what_is_wrong(self, failed: bool, bad: tuple[int, ...]) -> str:
@@ -204,13 +180,7 @@ class ServedDriver(Driver):
 
     def push_what_changed(self, reducer: Reducer) -> None:
         """Clipping and unscaling come after backward: then what was staged is staged again, from now on only once."""
-        changed = self.push.holds
-        for bucket in reducer.layout.buckets:
-            moved = any(
-                slot.parameter.grad is not slot.view for slot in bucket.slots if slot.parameter.grad is not None
-            )
-            changed = changed or moved or mark_of(bucket.side) != self.marks.get(bucket.number)
-        if not changed:
+        if not self.push.holds and not self.marks.have_changed(reducer.layout.buckets):
             return
         self.push.holds = False
         flights = []
@@ -324,9 +294,8 @@ class ServedDriver(Driver):
     def serve(self) -> bool:
         if self.is_worker:
             return False
-        assert self.server is not None
-        while not self.server.wait_until_left(LOOK_S):
-            pass
+        assert self.service is not None
+        self.service.last()
         return True
 
     def staleness(self) -> Staleness:
@@ -351,17 +320,7 @@ class ServedDriver(Driver):
 
     def fetch(self) -> dict[str, Any]:
         """What all servers have, as one."""
-        shards = [client.save() for client in self.clients.values()]
-        optimizers: list[dict[str, Any]] = [{} for _ in self.replica.optimizers]
-        for shard in shards:
-            for one, other in zip(optimizers, shard["optimizers"], strict=True):
-                one |= other
-        parameters = {name: value for shard in shards for name, value in shard["parameters"].items()}
-        return {
-            "version": max(shard["version"] for shard in shards),
-            "parameters": parameters,
-            "optimizers": optimizers,
-        }
+        return merged([client.save() for client in self.clients.values()])
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """The worker that has the state of the servers gives it to them; all take the parameters."""
@@ -394,9 +353,8 @@ class ServedDriver(Driver):
                 self.talk(self.leave, "leaving")
             except SynclineError:
                 self.has_left = True
-        if self.server is not None:
-            while not self.server.wait_until_left(LOOK_S):
-                pass
+        if self.service is not None:
+            self.service.last()
 
     def before_fabric_closes(self, drain: bool) -> None:
         """A rank that has come to its end does what `close` does; one that has failed breaks its links."""
@@ -406,21 +364,9 @@ class ServedDriver(Driver):
 
     def close(self) -> None:
         self.break_links()
-        if self.doorkeeper is not None:
-            self.doorkeeper.close()
-            self.doorkeeper = None
-        for attendant in self.attendants.values():
-            attendant.close()
-        self.attendants.clear()
+        if self.service is not None:
+            self.service.end_talks()
         if self.reducer is not None:
             self.reducer.close()
-        if self.server is not None:
-            self.server.close()
-
-
-def mark_of(side: Side) -> tuple[int, float]:
-    """Changes when gradients do: torch counts changes, except by `GradScaler`, which multiplies all of them."""
-    values = side.values
-    wide = torch.promote_types(values.dtype, torch.float32)
-    size = torch.linalg.vector_norm(values[:: max(1, len(values) // MARK_ELEMENTS)], dtype=wide).item()
-    return side.flat._version, size or torch.linalg.vector_norm(values, dtype=wide).item()
+        if self.service is not None:
+            self.service.close()

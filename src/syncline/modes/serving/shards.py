@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from syncline.errors import ConfigError
 
@@ -40,3 +41,16 @@ def deal(nbytes: Sequence[int], servers: Sequence[int]) -> dict[int, int]:
         placed[number] = least
         load[least] += nbytes[number]
     return placed
+
+
+def merged(shards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all servers have for a checkpoint, as one."""
+    optimizers: list[dict[str, Any]] = [{} for _ in shards[0]["optimizers"]]
+    for shard in shards:
+        for one, other in zip(optimizers, shard["optimizers"], strict=True):
+            one |= other
+    return {
+        "version": max(shard["version"] for shard in shards),
+        "parameters": {name: value for shard in shards for name, value in shard["parameters"].items()},
+        "optimizers": optimizers,
+    }
