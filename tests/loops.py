@@ -99,9 +99,13 @@ def clipped_after_no_sync(run: Run) -> None:
         run.optimizer.zero_grad()
         with run.no_sync():
             run.backward(step)
-        run.wait()
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-        run.optimizer.step()
+        wait_clip_and_step(run)
+
+
+def wait_clip_and_step(run: Run) -> None:
+    run.wait()
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    run.optimizer.step()
 
 
 def clipped_after_waiting(run: Run) -> None:
@@ -109,9 +113,7 @@ def clipped_after_waiting(run: Run) -> None:
     for step in range(STEPS):
         run.optimizer.zero_grad()
         run.backward(step)
-        run.wait()
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-        run.optimizer.step()
+        wait_clip_and_step(run)
 
 
 def scaled(run: Run) -> None:
@@ -165,9 +167,7 @@ def swapped(run: Run) -> None:
         run.model[2:].requires_grad_(step < 2)
         run.optimizer.zero_grad()
         run.backward(step)
-        run.wait()
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
-        run.optimizer.step()
+        wait_clip_and_step(run)
 
 
 def noting_strides(run: Run) -> None:

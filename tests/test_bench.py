@@ -31,7 +31,6 @@ def needed(name: str) -> None:
         pytest.skip(f"{NEEDS[name]} is not installed")
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.needs_mpi
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", CONTENDERS)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from catalogue import one_now_others_slow
-from served import LOCKSTEP, RATE, START, Descent, slope_of
+from replaced import Replaced
+from served import LOCKSTEP, RATE, START, Descent, How, slope_of, with_nan
 from struck import HALTS, MOMENTS, Halt, Strike, halt_a_server, lose_a_server, survive
+from test_newcomers import assert_replaced
 
 import syncline
 from syncline.errors import PeerError, PeerLost, RankFailed
@@ -38,6 +40,9 @@ def nothing_open(started_before: None) -> Iterator[None]:
     yield
     assert set(os.listdir("/dev/shm")) == shared
     assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+LOST = [("async:apart=true", 2), ("async", 0), ("bounded:ahead=1,servers=2", 1)]
 
 
 def rank_of(fabric: syncline.Fabric) -> int:
@@ -86,21 +91,27 @@ def test_a_worker_that_is_stopped_holds_up_the_others_until_the_deadline(fabric:
     assert_survivors(LOCKSTEP, Strike(2, moment, stops=True), fabric)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.usefixtures("nothing_open")
-@pytest.mark.parametrize("fabric", ["shm", "torch"])
-@pytest.mark.parametrize(("mode", "victim"), [("async:apart=true", 2), ("async", 0), ("bounded:ahead=1,servers=2", 1)])
-def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, victim: int) -> None:
-    work = partial(lose_a_server, mode=mode, victim=victim)
+def assert_all_workers_name(victim: int, work: Callable, ranks: int, fabric: str, within_s: float) -> None:
+    """The server that is struck, and nobody else fails."""
     with pytest.raises(RankFailed) as failed:
-        syncline.run(work, ranks=3, fabric=fabric, deadlines=DEADLINES, keep_going=True)
+        syncline.run(work, ranks=ranks, fabric=fabric, deadlines=DEADLINES, keep_going=True)
     assert set(failed.value.failures) == {victim}
-    assert len(failed.value.results) == 2
+    assert len(failed.value.results) == ranks - 1
     for outcome in failed.value.results.values():
+        assert outcome is not None
         assert outcome.culprit == victim, outcome
         assert issubclass(getattr(syncline.errors, outcome.kind), PeerError)
         assert f"server on rank {victim}" in outcome.message
-        assert outcome.seconds < DEADLINES.operation
+        assert outcome.seconds < within_s
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.usefixtures("nothing_open")
+@pytest.mark.parametrize("fabric", ["shm", "torch"])
+@pytest.mark.parametrize(("mode", "victim"), LOST)
+def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, victim: int) -> None:
+    work = partial(lose_a_server, mode=mode, victim=victim)
+    assert_all_workers_name(victim, work, 3, fabric, within_s=DEADLINES.operation)
 
 
 HALTED = [("async:apart=true", 3), ("async", 0), ("bounded:ahead=1,servers=2", 1), (f"{LOCKSTEP},servers=2", 1)]
@@ -116,15 +127,7 @@ def test_all_workers_are_told_of_a_server_that_is_stopped(
 ) -> None:
     mode, victim = case
     work = partial(halt_a_server, mode=mode, halt=Halt(victim, moment, str(tmp_path)))
-    with pytest.raises(RankFailed) as failed:
-        syncline.run(work, ranks=4, fabric=fabric, deadlines=DEADLINES, keep_going=True)
-    assert set(failed.value.failures) == {victim}
-    assert len(failed.value.results) == 3
-    for outcome in failed.value.results.values():
-        assert outcome is not None
-        assert outcome.culprit == victim, outcome
-        assert f"server on rank {victim}" in outcome.message
-        assert outcome.seconds < DEADLINES.operation + 1.0
+    assert_all_workers_name(victim, work, 4, fabric, within_s=DEADLINES.operation + 1.0)
 
 
 @pytest.mark.sampled(2)
@@ -159,16 +162,46 @@ def test_a_server_that_is_lost_during_a_push_is_named(monkeypatch: pytest.Monkey
     assert "the server on rank 1" in str(error)
 
 
+def strike_a_worker(draw: random.Random, fabric: str, folder: Path) -> None:
+    """Killed or stopped, whichever it is, also the one that the others wait for."""
+    mode = draw.choice(["async:share=false", LOCKSTEP, "bounded:ahead=1,share=false,servers=2"])
+    moments = MOMENTS if mode == LOCKSTEP else [moment for moment in MOMENTS if moment != "waiting"]
+    victim = draw.choice([2] if "servers=2" in mode else [1, 2])  # those that serve nobody
+    strike = Strike(victim, draw.choice(moments), stops=draw.random() < 0.3, step=draw.randrange(5))
+    assert_survivors(mode, strike, fabric)
+
+
+def lose_any_server(draw: random.Random, fabric: str, folder: Path) -> None:
+    mode, victim = draw.choice(LOST)
+    work = partial(lose_a_server, mode=mode, victim=victim)
+    assert_all_workers_name(victim, work, 3, fabric, within_s=DEADLINES.operation)
+
+
+def stop_any_server(draw: random.Random, fabric: str, folder: Path) -> None:
+    mode, victim = draw.choice(HALTED)
+    work = partial(halt_a_server, mode=mode, halt=Halt(victim, draw.choice(HALTS), str(folder)))
+    assert_all_workers_name(victim, work, 4, fabric, within_s=DEADLINES.operation + 1.0)
+
+
+def replace_a_worker(draw: random.Random, fabric: str, folder: Path) -> None:
+    mode = draw.choice(["async:share=false", "bounded:ahead=2,share=false,servers=2"])
+    work = Replaced(mode, str(folder), ends=tuple(draw.choices(["killed", "exits", "fails"], k=draw.randint(1, 2))))
+    assert_replaced(syncline.run(work, 3, fabric, DEADLINES, keep_going=True, restarts=len(work.ends)), work)
+
+
+def have_a_nan(draw: random.Random, fabric: str, folder: Path) -> None:
+    how = How(draw.choice([LOCKSTEP, "async", "bounded:ahead=2"]), draw.choice(["none", "int8", "topk:0.2"]))
+    for found in syncline.run(partial(with_nan, how=how), 3, fabric, DEADLINES):
+        assert all(value.isfinite().all() for value in found)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("nothing_open")
-def test_fifty_runs_with_a_random_victim_never_hang() -> None:
+def test_fifty_runs_with_random_faults_never_hang(tmp_path: Path) -> None:
     draw = random.Random(0)
-    modes = ["async:share=false", LOCKSTEP, "bounded:ahead=1,share=false,servers=2"]
-    for _ in range(50):
-        mode, fabric = draw.choice(modes), draw.choice(["shm", "shm", "torch"])
-        moments = MOMENTS if mode == LOCKSTEP else [moment for moment in MOMENTS if moment != "waiting"]
-        workers = [2] if "servers=2" in mode else [1, 2]  # those that serve nobody
-        victim, moment = draw.choice(workers), draw.choice(moments)
-        strike = Strike(victim, moment, stops=draw.random() < 0.2, step=draw.randrange(5))
-        assert_survivors(mode, strike, fabric)
+    faults = [strike_a_worker, lose_any_server, stop_any_server, replace_a_worker, have_a_nan]
+    for number in range(50):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        faults[number % len(faults)](draw, draw.choice(["shm", "shm", "torch"]), folder)
