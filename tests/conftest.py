@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
-from processes import ranks_left
+
+from support.processes import ranks_left
 
 settings.register_profile("syncline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("syncline")

@@ -1,0 +1,149 @@
+"""What each codec promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.codec_cases import Ranks, flat_parts, gradients_of, parts_of
+from syncline.codecs import twins
+from syncline.codecs.codec import Part, Place
+from syncline.codecs.registry import codec_of
+from syncline.codecs.topk import select_sampled
+from syncline.errors import ConfigError
+
+
+def test_half_precision_sums_in_fp32_and_divides_before_it_rounds() -> None:
+    ranks = Ranks(codec_of("fp16"), 8, flat_parts(3))
+    assert torch.equal(ranks.reduce([torch.full((3,), 20000.0)] * 8)[0], torch.full((3,), 20000.0))
+    tiny = ranks.reduce([torch.full((3,), 6e-8)] * 8)[0]
+    assert torch.equal(tiny, torch.full((3,), 6e-8).half().float())
+
+
+@pytest.mark.parametrize("text", ["int8:feedback=false", "int4:feedback=false"])
+def test_the_error_of_integers_does_not_grow_with_the_number_of_ranks(text: str) -> None:
+    errors = []
+    for world in (2, 16):
+        gradients = gradients_of(world, 50_000, 0)
+        exact = torch.stack(gradients).mean(0)
+        found = Ranks(codec_of(text), world, flat_parts(50_000)).reduce(gradients)[0]
+        errors.append(float((found - exact).norm() / exact.norm()))
+    assert errors[1] < 1.3 * errors[0]
+
+
+def test_stochastic_rounding_is_right_on_average_and_differs_by_rank() -> None:
+    value = torch.full((80_000,), 0.3)
+    value[::8] = 1.0
+    ranks = Ranks(codec_of("int8:rounding=stochastic,feedback=false,block=8"), 2, flat_parts(80_000))
+    mean = ranks.reduce([value, value])[0]
+    assert float(mean[value == 0.3].mean()) == pytest.approx(0.3, abs=2e-4)
+    nearest = Ranks(codec_of("int8:feedback=false,block=8"), 2, flat_parts(80_000)).reduce([value, value])[0]
+    assert abs(float(nearest[value == 0.3].mean()) - 0.3) > 5e-4
+    codec = codec_of("int8:rounding=stochastic,feedback=false,block=8")
+    drawn = [codec.encode(value, 0, Place(rank, 2, 0, 0, flat_parts(80_000))) for rank in range(2)]
+    assert not torch.equal(*drawn)
+
+
+def test_a_vote_is_the_sign_of_the_majority_and_ties_go_up() -> None:
+    votes = [torch.tensor([1.0, -2.0, 0.0, -1.0]), torch.tensor([3.0, -1.0, 5.0, 1.0])]
+    ranks = Ranks(codec_of("onebit:vote=true,feedback=false"), 2, flat_parts(4))
+    assert torch.equal(ranks.reduce(votes)[0], torch.tensor([1.0, -1.0, 1.0, 1.0]))
+
+
+def test_random_entries_are_the_same_on_all_ranks_and_others_in_every_step() -> None:
+    ranks = Ranks(codec_of("randomk:0.1"), 3, flat_parts(1000))
+    first = ranks.reduce(gradients_of(3, 1000, 0))[0]
+    second = ranks.reduce(gradients_of(3, 1000, 1))[0]
+    assert int((first != 0).sum()) == int((second != 0).sum()) == 100
+    assert not torch.equal(first != 0, second != 0)
+
+
+def test_scaled_random_entries_are_right_on_average() -> None:
+    ranks = Ranks(codec_of("randomk:0.1,scaled=true,feedback=false"), 2, flat_parts(200))
+    gradients = gradients_of(2, 200, 0)
+    mean = torch.stack([ranks.reduce(gradients)[0] for _ in range(3000)]).mean(0)
+    assert float((mean - torch.stack(gradients).mean(0)).norm() / mean.norm()) < 0.1
+
+
+def test_a_sampled_selection_has_about_the_right_size_and_no_preferred_place() -> None:
+    counts = torch.zeros(10)
+    for seed in range(20):
+        values = torch.randn(100_000, generator=torch.Generator().manual_seed(seed))
+        chosen = select_sampled(values, 1000, torch.Generator().manual_seed(seed))
+        assert 700 <= len(chosen) <= 1300
+        assert float(values[chosen].abs().min()) > 2.3
+        counts += torch.histc(chosen.float(), 10, 0, 100_000)
+    assert float(counts.max() / counts.min()) < 1.15
+
+
+@pytest.mark.parametrize("numel", [0, 1, 63, 64, 65, 1000])
+def test_a_selection_by_blocks_takes_the_largest_of_every_block(numel: int) -> None:
+    codec = codec_of("topk:0.05,block=64")
+    values = gradients_of(1, numel, 0)[0] * torch.arange(numel).add(1).float() ** 2
+    chosen = codec.choose(values, Place(0, 1, 0, 0, flat_parts(numel)))
+    expected = [
+        start + twins.select_largest(block, max(1, round(0.05 * len(block))))
+        for start, block in zip(range(0, numel, 64), values.split(64), strict=False)
+        if numel
+    ]
+    assert torch.equal(chosen, torch.cat(expected) if expected else torch.zeros(0, dtype=torch.int64))
+
+
+def test_a_sampled_selection_by_blocks_has_about_the_right_size_in_every_block() -> None:
+    codec = codec_of("topk:0.01,block=10000,select=sampled")
+    values = gradients_of(1, 205_000, 0)[0] * torch.logspace(-6, 6, 205_000)
+    values[30_000:40_000] = 0.0
+    values[50_000:60_000] = 1.0
+    chosen = codec.choose(values, Place(0, 1, 0, 0, flat_parts(205_000)))
+    counts = torch.bincount(chosen // 10_000, minlength=21)
+    assert (counts[:-1] >= 70).all()
+    assert (counts[:-1] <= 130).all()
+    assert 35 <= int(counts[-1]) <= 65
+    assert (chosen.diff() > 0).all()
+
+
+def test_powersgd_is_exact_for_matrices_of_low_rank_also_for_two_of_one_shape() -> None:
+    parts = parts_of(((40, 30), (40, 30), (7,)))
+    matrices = [torch.outer(torch.randn(40), torch.randn(30)) * scale for scale in (1.0, 100.0)]
+    gradient = torch.cat([*(matrix.flatten() for matrix in matrices), torch.arange(7.0)])
+    ranks = Ranks(codec_of("powersgd:1"), 3, parts)
+    for _ in range(3):
+        ranks.kept = [torch.zeros(ranks.numel) for _ in range(3)]
+        found = ranks.reduce([gradient] * 3)[0]
+    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-4)
+
+
+def test_dgc_with_everything_sent_and_no_masking_is_momentum_sgd() -> None:
+    ranks = Ranks(codec_of("dgc:1.0,masking=false,momentum=0.9"), 3, flat_parts(50))
+    momentum = torch.zeros(50)
+    for step in range(6):
+        gradients = gradients_of(3, 50, step)
+        momentum = 0.9 * momentum + torch.stack(gradients).mean(0)
+        torch.testing.assert_close(ranks.reduce(gradients)[0], momentum, rtol=1e-5, atol=1e-5)
+
+
+def test_dgc_sends_less_and_less() -> None:
+    codec = codec_of("dgc:0.001,warmup=10")
+    fractions = [codec.fraction(step) for step in range(12)]
+    assert fractions[0] == 0.25
+    assert fractions == sorted(fractions, reverse=True)
+    assert fractions[10] == fractions[11] == 0.001
+
+
+def test_a_warm_up_sends_everything_then_less_and_less() -> None:
+    codec = codec_of("warmup:codec=(topk:0.01),steps=10")
+    assert codec.at(1).name == codec.at(10).name == "none"
+    kept = [codec.at(step).keep for step in range(11, 25)]
+    assert kept == sorted(kept, reverse=True)
+    assert kept[0] > 0.15
+    assert kept[-1] == 0.01
+    with pytest.raises(ConfigError, match="warm-up of its own"):
+        codec_of("warmup:codec=(dgc:0.01)")
+
+
+def test_rules_send_what_they_name_as_it_is() -> None:
+    codec = codec_of("rules:codec=(topk:0.01),below=10,names=*embed*|head")
+    parts = [Part("a.embed.weight", 0, 100, torch.Size([10, 10])), Part("head", 0, 100, torch.Size([10, 10]))]
+    parts += [Part("bias", 0, 100, torch.Size([100])), Part("tiny", 0, 4, torch.Size([2, 2]))]
+    assert all(codec.is_plain(part) for part in parts)
+    assert not codec.is_plain(Part("body", 0, 100, torch.Size([10, 10])))

@@ -1,0 +1,123 @@
+"""Native kernels against their twins in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from support.references import same_bits
+from syncline.codecs import entries, kernels, twins
+from syncline.codecs.entries import FORMS
+
+
+def assert_decoded(decode: Callable[..., None], wanted: Tensor) -> None:
+    """Written, added and subtracted."""
+    start = torch.arange(float(len(wanted)))
+    for how, combine in kernels.HOWS.items():
+        out = start.clone()
+        decode(out=out, how=how)
+        assert torch.equal(out, combine(start.clone(), wanted))
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 255, 256, 1000, 20_001])
+@pytest.mark.parametrize("block", [8, 64, 256])
+def test_native_kernels_equal_their_twins(numel: int, block: int) -> None:
+    assert kernels.native is not None
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator)
+    values[numel // 2] = 0.0
+    noise = torch.rand(numel, generator=generator)
+    for bits in (8, 4):
+        for drawn in (None, noise):
+            message = kernels.quantize(values, block, bits, drawn)
+            assert torch.equal(message, twins.quantize(values, block, bits, drawn))
+            decoded = twins.dequantize(message, numel, block, bits)
+            assert_decoded(partial(kernels.dequantize, message, block=block, bits=bits), decoded)
+    signs = kernels.pack_signs(values, block)
+    head = -(-numel // block) * 4
+    theirs = twins.pack_signs(values, block)
+    assert torch.equal(signs[head:], theirs[head:])
+    torch.testing.assert_close(signs[:head].view(torch.float32), theirs[:head].view(torch.float32))
+    assert_decoded(partial(kernels.unpack_signs, signs, block=block), twins.unpack_signs(signs, numel, block))
+    count = max(1, numel // 10)
+    chosen = kernels.select_largest(values, count)
+    assert torch.equal(chosen, twins.select_largest(values, count))
+
+
+@given(st.sampled_from(FORMS), st.integers(0, 2**32), st.integers(0, 70_000), st.floats(0, 1), st.integers(1, 5))
+def test_native_messages_and_means_equal_their_twins(
+    form: str, seed: int, numel: int, density: float, world: int
+) -> None:
+    assert kernels.native is not None
+    generator = torch.Generator().manual_seed(seed)
+    messages = []
+    for _ in range(world):
+        values = torch.randn(numel, generator=generator)
+        positions = (torch.rand(numel, generator=generator) < density**4).nonzero().view(-1)
+        ours, theirs = values.clone(), values.clone()
+        messages.append(kernels.take_entries(ours, positions, form))
+        assert torch.equal(messages[-1], entries.take_entries(theirs, positions, form))
+        assert same_bits(ours, theirs)
+    ours, theirs = torch.full((2, numel), float("nan"))
+    kernels.mean_of_entries(ours, messages, form)
+    entries.mean_of_entries(theirs, messages, form)
+    assert same_bits(ours, theirs)
+
+
+def test_a_native_selection_by_rows_equals_its_twin() -> None:
+    values = torch.randn(50, 1000) * torch.logspace(-20, 20, 50)[:, None]
+    for count in (1, 10, 999, 1000):
+        assert torch.equal(kernels.select_largest(values, count), twins.select_largest(values, count))
+
+
+@pytest.mark.parametrize("factors", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("shape", [(1, 1), (33, 70), (6, 4), (1027, 1030)])
+def test_native_products_equal_their_twins(shape: tuple[int, int], factors: int) -> None:
+    """Not bit for bit: torch does not say in which order it adds."""
+    assert kernels.native is not None
+    generator = torch.Generator().manual_seed(factors)
+    matrix = torch.randn(shape, generator=generator)
+    left, right = (torch.randn(factors, length, generator=generator) for length in shape)
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-4)
+    close(kernels.times_right(matrix, right), twins.times_right(matrix, right))
+    close(kernels.times_left(matrix, left), twins.times_left(matrix, left))
+    ours, theirs = matrix.clone(), matrix.clone()
+    kernels.subtract_product(ours, left, right)
+    twins.subtract_product(theirs, left, right)
+    close(ours, theirs)
+    kernels.write_product(ours, left, right)
+    twins.write_product(theirs, left, right)
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 2501])
+def test_native_orthonormal_rows_are_those_of_the_twin_to_the_last_bit_but_one(length: int) -> None:
+    """Sums in double precision differ in order, which may turn the last rounding to float32."""
+    assert kernels.native is not None
+    matrix = torch.randn(4, length, generator=torch.Generator().manual_seed(length))
+    matrix[2] = 0
+    ours, theirs = kernels.orthonormal(matrix), twins.orthonormal(matrix)
+    torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=1e-12)
+    if length > 3:
+        expected = torch.diag(torch.tensor([1.0, 1.0, 0.0, 1.0]))
+        torch.testing.assert_close(ours @ ours.T, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 4099])
+def test_native_halves_are_those_of_the_twin(numel: int, dtype: torch.dtype) -> None:
+    assert kernels.native is not None
+    generator = torch.Generator().manual_seed(numel)
+    values = torch.randn(numel, generator=generator) * 10 ** torch.empty(numel).uniform_(-9, 6, generator=generator)
+    halves = kernels.narrow(values, dtype)
+    assert torch.equal(halves, twins.narrow(values, dtype))
+    ours, theirs = torch.empty(numel), torch.empty(numel)
+    kernels.widen(ours, halves)
+    twins.widen(theirs, halves)
+    assert torch.equal(ours, theirs)

@@ -1,0 +1,399 @@
+"""Steps with the gradients of the step before: what drains them, what loops may do, and what fails together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import syncline
+from support.batches import Batch, fill
+from support.models import Boom, Branches, Trapped, Words, normalized
+from support.references import same_bits
+from support.trainees import ADAM, DEADLINES, HEAVY, PLAIN, Trainee, delayed_by_hand, gradients_of, place_of, start
+from syncline.errors import ConfigError, RankFailed
+
+STEPS = 6
+DECAYING = {"optimizer": ADAM}  # weight decay and step counts show a step that should not have been
+
+
+def on_ranks(work: Callable[[syncline.Fabric], object], world: int = 2) -> list:
+    return syncline.run(work, world, "threads", DEADLINES)
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def assert_alike(ranks: list[Tensor]) -> None:
+    assert all(same_bits(ranks[0], other) for other in ranks[1:])
+
+
+# What drains
+
+
+def test_the_first_delayed_step_changes_nothing() -> None:
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, int, Tensor]:
+        trainee = Trainee(fabric, "delayed", **DECAYING)
+        return trainee.step(), len(trainee.optimizer.state), trainee.step()
+
+    before = place_of(start())
+    for after, kept, later in on_ranks(work):
+        assert same_bits(after, before)
+        assert not kept
+        assert not same_bits(later, before)
+
+
+@pytest.mark.parametrize("how", ["drain", "evaluate", "close"])
+def test_the_last_gradients_are_applied_once(how: str) -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        trainee = Trainee(fabric, "delayed", **DECAYING, check_every=1)
+        trainee.train(STEPS)
+        for _ in range(2):
+            {"drain": trainee.sync.drain, "evaluate": trainee.evaluated, "close": trainee.sync.close}[how]()
+        return trainee.place()
+
+    ranks = on_ranks(work)
+    assert_alike(ranks)
+    assert_close(ranks[0], delayed_by_hand(2, STEPS, ADAM)[-1])
+
+
+@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_a_rank_that_evaluates_alone_is_equal_to_the_others_after_the_next_step(inference: Callable) -> None:
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        trainee = Trainee(fabric, "delayed", **DECAYING, check_every=1)
+        path = trainee.train(3)
+        if fabric.rank == 1:
+            trainee.model.eval()
+            with inference():
+                trainee.loss()
+            trainee.model.train()
+        path.append(trainee.place())
+        return [*path, *trainee.train(4), trainee.drained()]
+
+    ranks = on_ranks(work, 3)
+    assert not same_bits(ranks[0][3], ranks[1][3])  # it has the last gradients, the others do not
+    for step in (0, 1, 2, 4, 5, 6, 7, 8):
+        assert_alike([path[step] for path in ranks])
+
+
+def test_an_evaluation_before_the_step_changes_nothing() -> None:
+    """Gradients at hand are not overtaken by later ones."""
+
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, Tensor]:
+        trainee = Trainee(fabric, "delayed", **DECAYING)
+        trainee.train(3)
+        trainee.optimizer.zero_grad()
+        trainee.backward()
+        before = trainee.place()
+        if fabric.rank == 0:
+            assert same_bits(trainee.evaluated(), before)
+        trainee.update()
+        trainee.step()
+        return trainee.place(), trainee.drained()
+
+    ranks = on_ranks(work)
+    assert_alike([rank[0] for rank in ranks])
+    assert_alike([rank[1] for rank in ranks])
+    assert_close(ranks[0][0], delayed_by_hand(2, 5, ADAM)[4])
+
+
+def test_an_evaluation_between_two_backwards_loses_none_of_them() -> None:
+    def work(fabric: syncline.Fabric, evaluates: bool) -> Tensor:
+        trainee = Trainee(fabric, "delayed", PLAIN, accumulate=2)
+        for number in range(4):
+            trainee.optimizer.zero_grad()
+            trainee.backward()
+            if number == 2 and evaluates and fabric.rank == 1:
+                own = [parameter.grad.clone() for parameter in trainee.model.parameters()]
+                trainee.evaluated()
+                assert all(map(same_bits, own, [parameter.grad for parameter in trainee.model.parameters()]))
+            torch.autograd.backward(trainee.loss(100 + number))
+            trainee.update()
+        return trainee.drained()
+
+    evaluated = on_ranks(lambda fabric: work(fabric, True))
+    assert_alike(evaluated)
+    never = on_ranks(lambda fabric: work(fabric, False))[0]
+    torch.testing.assert_close(evaluated[0], never, rtol=0.05, atol=0.05)  # one gradient was not late
+
+
+# What loops may do
+
+
+def accumulated(world: int, steps: int) -> Tensor:
+    """Delayed steps with two batches each, by hand."""
+    model = start()
+    optimizer = HEAVY(model.parameters())
+    late: list[Tensor] | None = None
+    for step in range(steps + 1):
+        pairs = zip(*[gradients_of(model, range(world), at) for at in (step, 100 + step)], strict=True)
+        new = [one + other for one, other in pairs]
+        if late is not None:
+            for parameter, gradient in zip(model.parameters(), late, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+        late = new
+    return place_of(model)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("how", ["accumulate", "no_sync"])
+def test_several_backwards_are_one_delayed_step(how: str, to_none: bool) -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        trainee = Trainee(fabric, "delayed", accumulate=2 if how == "accumulate" else 1)
+        for number in range(STEPS):
+            trainee.optimizer.zero_grad(set_to_none=to_none)
+            if how == "accumulate":
+                trainee.backward()
+            else:
+                with trainee.sync.no_sync():
+                    trainee.backward()
+            torch.autograd.backward(trainee.loss(100 + number))
+            trainee.update()
+        return trainee.drained()
+
+    ranks = on_ranks(work)
+    assert_alike(ranks)
+    assert_close(ranks[0], accumulated(2, STEPS))
+
+
+def test_a_second_backward_before_the_step_is_refused() -> None:
+    def work(fabric: syncline.Fabric) -> None:
+        trainee = Trainee(fabric, "delayed")
+        for _ in range(2):
+            trainee.optimizer.zero_grad()
+            trainee.backward()
+            trainee.backward()
+            trainee.update()
+
+    with pytest.raises(
+        RankFailed, match=r"second backward pass came before the optimizer's step.*accumulate=N"
+    ) as caught:
+        on_ranks(work)
+    assert isinstance(next(iter(caught.value.failures.values())), ConfigError)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_loop_may_leave_out_a_step(to_none: bool) -> None:
+    """As a GradScaler does, and a loop that looks at the norm."""
+
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        trainee = Trainee(fabric, "delayed", PLAIN)
+        path = []
+        for number in range(STEPS):
+            trainee.optimizer.zero_grad(set_to_none=to_none)
+            trainee.backward()
+            if number == 3:
+                trainee.done += 1
+            else:
+                trainee.update()
+            path.append(trainee.place())
+        return path
+
+    ranks = on_ranks(work)
+    assert all(same_bits(one, other) for one, other in zip(*ranks, strict=True))
+    moved = [not same_bits(one, other) for one, other in zip(ranks[0], ranks[0][1:], strict=False)]
+    assert moved == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_may_be_zeroed_in_place(to_none: bool) -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        trainee = Trainee(fabric, "delayed")
+        for _ in range(STEPS):
+            trainee.optimizer.zero_grad(set_to_none=to_none)
+            trainee.backward()
+            trainee.update()
+        return trainee.drained()
+
+    assert_close(on_ranks(work)[1], delayed_by_hand(2, STEPS, HEAVY)[-1])
+
+
+def test_clipping_sees_the_means_of_the_step_before() -> None:
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        trainee = Trainee(fabric, "delayed", PLAIN)
+        norms = []
+        for _ in range(4):
+            trainee.optimizer.zero_grad()
+            trainee.backward()
+            norms.append(nn.utils.clip_grad_norm_(trainee.model.parameters(), 1e9).double())
+            trainee.update()
+        return norms
+
+    model, expected = start(), [torch.zeros((), dtype=torch.float64)]
+    for step, place in enumerate([place_of(model), *delayed_by_hand(2, 3, PLAIN)[:2]]):
+        nn.utils.vector_to_parameters(place, model.parameters())
+        expected.append(torch.cat([gradient.flatten() for gradient in gradients_of(model, range(2), step)]).norm())
+    assert_close(torch.stack(on_ranks(work)[0]), torch.stack(expected))
+
+
+def test_parameters_that_no_rank_or_only_one_uses_get_no_gradient_or_its_share() -> None:
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, list[str]]:
+        model = fill(Branches(), seed=0)
+        optimizer = ADAM(model.parameters())
+        sync = syncline.Sync(model, optimizer, fabric=fabric, mode="delayed")
+        names = ["always", "here_and_there"] if fabric.rank else ["always"]
+        for step in range(3):
+            optimizer.zero_grad()
+            torch.autograd.backward(model(Batch(fabric.rank, step).x, names).square().mean())
+            optimizer.step()
+        absent = sorted({name.split(".")[0] for name, p in model.named_parameters() if p.grad is None})
+        sync.drain()
+        return place_of(model), absent
+
+    ranks = on_ranks(work)
+    assert_alike([rank[0] for rank in ranks])
+    assert ranks[0][1] == ranks[1][1] == ["never", "sometimes"]
+
+
+def test_sparse_gradients_are_refused() -> None:
+    def work(fabric: syncline.Fabric) -> None:
+        model = fill(Words(), seed=0)
+        syncline.Sync(model, PLAIN(model.parameters()), fabric=fabric, mode="delayed")
+
+    with pytest.raises(RankFailed, match=r"has sparse gradients, which mode=delayed cannot delay; use mode=sync"):
+        on_ranks(work)
+
+
+@pytest.mark.parametrize("check_every", [0, 1, 2])
+@pytest.mark.parametrize("counts", [(2, 5, 4), (5, 2, 5), (3, 3, 3), (0, 3, 1)])
+def test_ranks_may_have_different_amounts_of_data(counts: tuple[int, ...], check_every: int) -> None:
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        trainee = Trainee(fabric, "delayed", PLAIN, check_every=check_every)
+        with trainee.sync.join():
+            trainee.train(counts[fabric.rank])
+        joined = trainee.place()
+        trainee.done = 100
+        return [joined, *trainee.train(3), trainee.drained()]
+
+    for places in zip(*on_ranks(work, 3), strict=True):
+        assert_alike(list(places))
+
+
+def test_ranks_without_data_count_as_zeros_or_not_at_all() -> None:
+    """Rank 0 has one batch, rank 1 two: the second mean is over both ranks, or over the one that has data."""
+
+    def work(fabric: syncline.Fabric, divide_by: str) -> Tensor:
+        trainee = Trainee(fabric, "delayed", PLAIN)
+        with trainee.sync.join(divide_by):
+            trainee.train(1 + fabric.rank)
+        return trainee.place()
+
+    for divide_by, share in (("world", 0.5), ("active", 1.0)):
+        model = start()
+        first, second = gradients_of(model, [0, 1], 0), gradients_of(model, [1], 1)
+        with torch.no_grad():
+            for parameter, one, other in zip(model.parameters(), first, second, strict=True):
+                parameter -= 0.1 * one + 0.1 * share * other
+        for place in on_ranks(lambda fabric, by=divide_by: work(fabric, by)):
+            assert_close(place, place_of(model))
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_buffers_are_settled_while_gradients_are_under_way(codec: str) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, list[Tensor]]:
+        trainee = Trainee(fabric, "delayed", build=normalized, codec=codec, check_every=1)
+        trainee.train(STEPS)
+        return trainee.drained(), [buffer.clone() for buffer in trainee.model.buffers()]
+
+    ranks = on_ranks(work, 3)
+    assert_alike([place for place, _ in ranks])
+    for buffers in zip(*[buffers for _, buffers in ranks], strict=True):
+        assert_alike(list(buffers))
+
+
+# What fails together
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "topk:0.3"])
+def test_a_pass_with_a_nan_on_one_rank_is_skipped_by_all_and_later_ones_are_not(codec: str) -> None:
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        trainee = Trainee(fabric, "delayed", **DECAYING, codec=codec, check_every=1)
+        path = [trainee.step(torch.nan if (fabric.rank, step) == (1, 2) else 1.0) for step in range(STEPS)]
+        return [*path, trainee.drained()]
+
+    ranks = on_ranks(work)
+    for places in zip(*ranks, strict=True):
+        assert_alike(list(places))
+    moved = [not same_bits(one, other) for one, other in zip(ranks[0], ranks[0][1:], strict=False)]
+    assert moved == [True, True, False, True, True, True]  # the step after the one with the NaN
+    assert all(place.isfinite().all() for place in ranks[0])
+
+
+@pytest.mark.parametrize(
+    ("where", "goes_on"),
+    [
+        ("before all gradients", "with the step"),  # it has not begun a pass, so the step has to
+        ("between gradients", "with the step"),
+        ("between gradients", "with the next batch"),
+        ("after all gradients", "with the next batch"),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_rank_that_fails_in_backward_and_goes_on_stays_equal(where: str, at: int, goes_on: str) -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        trainee = Trainee(fabric, "delayed", HEAVY, build=Trapped)
+        for step in range(STEPS):
+            trainee.optimizer.zero_grad()
+            armed = where if (fabric.rank, step) == (1, at) else ""
+            batch = Batch(fabric.rank, step)
+            loss = (trainee.model(batch.x, armed) - batch.y).square().mean()
+            if not armed:
+                torch.autograd.backward(loss)
+            else:
+                with suppress(Boom):
+                    torch.autograd.backward(loss)
+                del loss
+            if not armed or goes_on == "with the step":
+                trainee.update()
+        return trainee.drained()
+
+    ranks = on_ranks(work)
+    assert_alike(ranks)
+
+
+# With a GradScaler
+
+
+@pytest.mark.parametrize("how", ["drain", "evaluate", "close"])
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_gradients_follow_a_scale_that_changes_while_they_are_under_way(warmup: int, how: str) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[list[Tensor], Tensor]:
+        trainee = Trainee(fabric, f"delayed:warmup={warmup}", HEAVY, scale=1024.0)
+        path = []
+        for step in range(STEPS):
+            path.append(trainee.step())
+            trainee.scaler.update(1024.0 * 2.0 ** (step % 3))
+        {"drain": trainee.sync.drain, "evaluate": trainee.evaluated, "close": trainee.sync.close}[how]()
+        return path, trainee.place()
+
+    expected = delayed_by_hand(2, STEPS, HEAVY, warmup=warmup)
+    for path, end in on_ranks(work):
+        assert_close(torch.stack(path), torch.stack(expected[:-1]))
+        assert_close(end, expected[-1])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_scaler_that_leaves_out_a_step_loses_that_pass_alone(to_none: bool) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[list[Tensor], float]:
+        trainee = Trainee(fabric, "delayed", PLAIN, scale=1024.0)
+        path = []
+        for step in range(STEPS):
+            trainee.optimizer.zero_grad(set_to_none=to_none)
+            trainee.backward(torch.inf if (fabric.rank, step) == (1, 2) else 1.0)
+            trainee.update()
+            path.append(trainee.place())
+        return path, trainee.scaler.get_scale()
+
+    ranks = on_ranks(work)
+    for places in zip(*[path for path, _ in ranks], strict=True):
+        assert_alike(list(places))
+    path = ranks[0][0]
+    moved = [not same_bits(one, other) for one, other in itertools.pairwise(path)]
+    assert moved == [True, True, False, True, True]
+    assert [scale for _, scale in ranks] == [512.0, 512.0]

@@ -1,0 +1,154 @@
+"""Gradients that are not finite: all ranks skip the step together, or raise."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import syncline
+from support import guarded
+from support.guarded import Spoils, SpoilsTable, Trained, Words, batch, train, words
+from support.references import same_bits
+from support.replicas import DTYPES, WORLD, assert_replicas, same, train_threads
+from syncline import Deadlines
+from syncline.guards.finite import is_finite
+
+
+def without_steps(rank: int, step: int) -> Tensor:
+    """The batches of `batch` without those of steps 2 and 4."""
+    return batch(rank, (1, 3, 5)[step - 1])
+
+
+@cache
+def without_bad_steps(fabric: str) -> Trained:
+    """What becomes of the parameters when those batches are left out."""
+    return syncline.run(partial(train, steps=3, data=without_steps), WORLD, fabric, Deadlines(20.0))[0]
+
+
+@pytest.mark.parametrize(
+    ("fabric", "factor"),
+    [
+        ("threads", torch.nan),
+        ("threads", torch.inf),
+        ("shm", torch.nan),
+        pytest.param("shm", torch.inf, marks=pytest.mark.slow),
+        pytest.param("torch", torch.inf, marks=pytest.mark.slow),
+        pytest.param("torch", torch.nan, marks=pytest.mark.slow),
+    ],
+)
+def test_a_bad_gradient_on_one_rank_lets_every_rank_skip_as_if_the_step_had_never_been(
+    fabric: str, factor: float
+) -> None:
+    work = partial(train, steps=5, poison=Spoils(1, (2, 4), factor))
+    ranks = syncline.run(work, WORLD, fabric, Deadlines(20.0))
+    assert_replicas(ranks)
+    for step in range(1, 6):
+        before, after = ranks[0].parameters[step - 1 : step + 1]
+        assert same(before, after) == (step in (2, 4))
+    assert same(ranks[0].states[0], ranks[0].states[1])
+    expected = without_bad_steps(fabric)
+    assert same(ranks[0].at_the_end, expected.at_the_end)
+    assert same(ranks[0].states[-1], expected.states[-1])
+    assert [rank.totals.skipped for rank in ranks] == [2] * WORLD
+
+
+def test_gradients_are_given_back_after_a_skipped_step() -> None:
+    for rank in train_threads(3, poison=Spoils(1, (2,), torch.nan)):
+        assert all(gradient is not None for gradients in rank.gradients for gradient in gradients)
+        finite = [all(map(is_finite, gradients)) for gradients in rank.gradients]
+        assert finite == [True, False, True]
+
+
+def test_a_bad_gradient_raises_on_every_rank_where_that_was_asked_for() -> None:
+    for rank in train_threads(4, poison=Spoils(2, (3,), torch.inf), nonfinite="raise"):
+        assert rank.error == "NonFiniteGradient"
+        assert "the gradient of third.bias is not finite" in rank.message
+        assert len(rank.parameters) == 3
+        assert same(rank.at_the_end, rank.parameters[-1])
+
+
+@pytest.mark.parametrize("most_skips", [0, 1, 3])
+def test_more_bad_steps_in_a_row_than_allowed_raise_on_every_rank(most_skips: int) -> None:
+    ranks = train_threads(9, poison=Spoils(0, tuple(range(2, 10)), torch.nan), most_skips=most_skips)
+    for rank in ranks:
+        assert rank.error == "NonFiniteGradient"
+        assert f"{most_skips + 1} steps in a row" in rank.message
+        assert len(rank.parameters) == 2 + most_skips
+        assert same(rank.at_the_end, rank.parameters[1])
+    assert_replicas(ranks)
+
+
+def test_a_good_step_between_bad_ones_starts_the_count_again() -> None:
+    for rank in train_threads(7, poison=Spoils(0, (2, 3, 5, 6), torch.nan), most_skips=2):
+        assert (rank.error, rank.totals.skipped) == ("", 4)
+
+
+def test_bad_gradients_are_used_where_that_was_asked_for() -> None:
+    ranks = train_threads(3, poison=Spoils(1, (2,), torch.nan), nonfinite="ignore")
+    assert_replicas(ranks)
+    for rank in ranks:
+        assert rank.totals.skipped == 0
+        assert all(is_finite(parameter) for parameter in rank.parameters[1])
+        assert all(parameter.isnan().all() for parameter in rank.at_the_end)
+
+
+@pytest.mark.parametrize("factor", [torch.nan, torch.inf])
+def test_a_bad_sparse_gradient_on_one_rank_lets_every_rank_skip(factor: float) -> None:
+    ranks = train_threads(
+        4,
+        build=Words,
+        data=words,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        before_step=SpoilsTable(rank=2, step=3, factor=factor),
+    )
+    assert_replicas(ranks)
+    for rank in ranks:
+        assert (rank.error, rank.totals.skipped) == ("", 1)
+        for step in range(1, 5):
+            assert same(rank.parameters[step - 1], rank.parameters[step]) == (step == 3)
+        table = rank.gradients[2][0]
+        assert table.is_sparse
+        assert not is_finite(table.coalesce().values())
+
+
+def test_a_bad_sparse_gradient_is_named() -> None:
+    spoils = SpoilsTable(rank=0, step=2, factor=torch.nan)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    for rank in train_threads(3, build=Words, data=words, optimizer=sgd, before_step=spoils, nonfinite="raise"):
+        assert rank.error == "NonFiniteGradient"
+        assert "the gradient of table.weight is not finite" in rank.message
+
+
+def test_every_optimizer_skips_a_bad_step_and_it_counts_once() -> None:
+    work = partial(guarded.train_with_two_optimizers, steps=3, poison=Spoils(1, (2,), torch.nan), most_skips=1)
+    ranks = syncline.run(work, WORLD, "threads", Deadlines(20.0))
+    assert_replicas(ranks)
+    for rank in ranks:
+        assert rank.error == "", rank.message
+        assert same(rank.parameters[1], rank.parameters[2])
+        assert not any(map(same_bits, rank.parameters[2], rank.parameters[3]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_that_overflows_is_finite_where_its_elements_are(dtype: torch.dtype) -> None:
+    most = torch.finfo(dtype).max
+    assert is_finite(torch.full((1000,), most, dtype=dtype))
+    assert is_finite(torch.full((1000,), -most, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [[torch.nan], [torch.inf], [-torch.inf], [torch.inf, -torch.inf]])
+@pytest.mark.parametrize("fill", [0.0, 1.0, "most"])
+def test_one_element_that_is_not_finite_is_found_anywhere(dtype: torch.dtype, bad: list[float], fill: object) -> None:
+    usual = torch.finfo(dtype).max if fill == "most" else fill
+    for place in (0, 7, 100, 999 - len(bad)):
+        values = torch.full((1000,), usual, dtype=dtype)
+        values[place : place + len(bad)] = torch.tensor(bad, dtype=dtype)
+        assert not is_finite(values)
+
+
+def test_nothing_is_finite() -> None:
+    assert is_finite(torch.zeros(0))

@@ -1,0 +1,135 @@
+"""Ranks that hang, stop or die while they train: who, and in which bucket."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import syncline
+from support import faulty, guarded
+from support.catalogue import PROCESS_FABRICS, one_now_others_slow
+from support.faulty import Strikes
+from support.guarded import ONE_EACH, Trained, train
+from support.replicas import SOON_S, VICTIM, WORLD, same
+from syncline import Deadlines
+from syncline.errors import RankFailed
+
+# Ranks that hang
+
+
+def assert_report(rank: Trained, kind: str, *parts: str) -> None:
+    """A survivor names the victim, and its report has all its parts."""
+    assert (rank.error, rank.culprit) == (kind, VICTIM), rank.message
+    for part in (f"rank {VICTIM} never produced bucket", "likely: ", *parts):
+        assert part in rank.message, rank.message
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fabric", PROCESS_FABRICS)
+def test_a_rank_that_never_comes_to_its_backward_pass_is_reported(fabric: str, tmp_path: Path) -> None:
+    work = partial(faulty.train_with_an_absent_rank, absent=VICTIM, step=3, folder=str(tmp_path))
+    ranks = syncline.run(work, WORLD, fabric, Deadlines(2.0))
+    for rank in (ranks[0], ranks[2]):
+        assert_report(
+            rank,
+            "PeerStalled",
+            "never produced bucket 0 of step 3 (third.",
+            "the last it produced is bucket 5 of step 2 (first.",
+            "it never began this backward pass",
+        )
+        assert 1.8 < rank.seconds < 2.0 + SOON_S
+        assert same(rank.at_the_end, rank.parameters[2])
+
+
+@pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS[::-1]))
+def test_a_rank_that_never_comes_to_its_first_backward_pass_is_reported(fabric: str, tmp_path: Path) -> None:
+    """There are no buckets yet: what is reported is how they are planned."""
+    work = partial(faulty.train_with_an_absent_rank, absent=VICTIM, step=1, folder=str(tmp_path))
+    ranks = syncline.run(work, WORLD, fabric, Deadlines(1.5))
+    for rank in (ranks[0], ranks[2]):
+        assert (rank.error, rank.culprit) == ("PeerStalled", VICTIM)
+        assert same(rank.at_the_end, rank.parameters[0])
+        assert_report(
+            rank, "PeerStalled", "of step 1 (third.", "rank 1 has produced nothing yet", "it never began this"
+        )
+
+
+def survivors_of(fault: Strikes, fabric: str, folder: Path, deadline_s: float) -> dict[int, Trained]:
+    """What the survivors of a fault have to say."""
+    work = partial(faulty.train_with_a_victim, fault=fault, steps=5, folder=str(folder))
+    with pytest.raises(RankFailed) as caught:
+        syncline.run(work, WORLD, fabric, Deadlines(deadline_s))
+    assert list(caught.value.failures) == [VICTIM]
+    assert sorted(caught.value.results) == [0, 2]
+    return caught.value.results
+
+
+SENT_THIRD = ("never produced bucket 2 of step 3 (second.", "the last it produced is bucket 1 of step 3 (third.")
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fabric", PROCESS_FABRICS)
+def test_a_rank_that_is_stopped_in_its_backward_pass_is_reported(fabric: str, tmp_path: Path) -> None:
+    fault = Strikes(VICTIM, 3, "between buckets", faulty.stopped_later)
+    for rank in survivors_of(fault, fabric, tmp_path, deadline_s=2.0).values():
+        assert_report(rank, "PeerStalled", *SENT_THIRD, "it is stuck or stopped in its backward pass before second.")
+        assert 1.8 < rank.seconds < 2.0 + SOON_S
+        assert same(rank.at_the_end, rank.parameters[2])
+
+
+@pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS))
+def test_a_rank_that_died_in_its_backward_pass_is_reported(fabric: str, tmp_path: Path) -> None:
+    fault = Strikes(VICTIM, 3, "between buckets", faulty.killed_later)
+    for rank in survivors_of(fault, fabric, tmp_path, deadline_s=20.0).values():
+        assert_report(rank, "PeerLost", *SENT_THIRD, "its process died")
+        assert rank.seconds < guarded.NOTE_S + SOON_S
+
+
+@pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS))
+def test_a_report_never_says_that_a_rank_produced_nothing_when_it_did(fabric: str, tmp_path: Path) -> None:
+    """The rank dies soon after its first steps, when a slow board may not have heard of them."""
+    fault = Strikes(VICTIM, 3, "between buckets", faulty.killed)
+    for rank in survivors_of(fault, fabric, tmp_path, deadline_s=20.0).values():
+        assert_report(rank, "PeerLost", "of step 3", "its process died")
+        assert "has produced nothing yet" not in rank.message
+
+
+# Ranks that are killed
+
+
+@cache
+def undisturbed(fabric: str) -> Trained:
+    """What becomes of the parameters when nobody is killed."""
+    return syncline.run(partial(train, steps=5, **ONE_EACH), WORLD, fabric, Deadlines(20.0))[0]
+
+
+def kills() -> list:
+    """Where and when, on which fabric; of the combinations that are alike one is tried at once."""
+    now = {
+        ("shm", "forward", 3),
+        ("shm", "between buckets", 3),
+        ("torch", "start of backward", 3),
+        ("torch", "optimizer", 3),
+    }
+    every = product(PROCESS_FABRICS, faulty.PLACES, (1, 2, 3))
+    return [kill if kill in now else pytest.param(*kill, marks=pytest.mark.slow) for kill in every]
+
+
+@pytest.mark.parametrize(("fabric", "place", "step"), kills())
+def test_survivors_of_a_kill_have_the_parameters_of_their_last_whole_step(
+    fabric: str, place: str, step: int, tmp_path: Path
+) -> None:
+    survivors = survivors_of(Strikes(VICTIM, step, place, faulty.killed), fabric, tmp_path, deadline_s=20.0)
+    expected = undisturbed(fabric)
+    completed = [len(rank.parameters) - 1 for rank in survivors.values()]
+    assert set(completed) <= ({step - 1, step} if place == "optimizer" else {step - 1})
+    for rank in survivors.values():
+        assert (rank.error, rank.culprit) == ("PeerLost", VICTIM), rank.message
+        assert f"rank {VICTIM} " in rank.message
+        assert rank.seconds < SOON_S
+        assert same(rank.at_the_end, rank.parameters[-1])
+        for mine, theirs in zip(rank.parameters, expected.parameters, strict=False):
+            assert same(mine, theirs)
