@@ -31,6 +31,7 @@ from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
 from syncline.fabric.messages import MessageFabric
 
+LANDING_S = 1.0  # for calls of the engine that all ranks have begun, when a fabric is closed without waiting
 BETWEEN_HOSTS_BYTES = 256 << 10  # of a segment: a slow link is kept busy while the owner of a slice adds
 
 
@@ -59,6 +60,8 @@ class TorchFabric(MessageFabric):
             self.receives_ahead = False
         self.inquest = Inquest(chosen, rank, world)
         self.judging = threading.Lock()
+        self.starting = threading.Lock()
+        self.aloft: list[dist.Work] = []  # calls of the engine
         self.board = Board(chosen, rank)
         self.hosts, self.nonce = self._meet()
         if len(self.hosts) > 1:
@@ -114,16 +117,22 @@ class TorchFabric(MessageFabric):
         options.timeout = timedelta(seconds=self.deadlines.operation)
         started, during = time.monotonic(), self.during
 
-        try:
-            work = self.group.allreduce([tensor], options)
-        except RuntimeError as error:
-            raise self.failed(None, error, started) from error
+        with self.starting:
+            if self.broken is not None:
+                raise self.broken
+            try:
+                work = self.group.allreduce([tensor], options)
+            except RuntimeError as error:
+                raise self.failed(None, error, started) from error
+            self.aloft.append(work)
 
         def wait() -> None:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self.failed(None, error, started, during) from error
+            finally:
+                self.aloft.remove(work)
 
         return wait
 
@@ -175,11 +184,20 @@ class TorchFabric(MessageFabric):
         patience = timedelta(seconds=self.deadlines.join)
         return make_group(self.group.get_group_store(), name, members, ranks.index(self.rank), self.backend, patience)
 
+    def _let_land(self) -> None:
+        """Wait a moment for calls of the engine: all ranks have begun them, so they end unless a rank is in trouble.
+
+        Gloo does not tell a send that is half written that its connection is closed; it would wait for its deadline.
+        """
+        until = time.monotonic() + LANDING_S
+        while self.aloft and time.monotonic() < until:
+            time.sleep(0.005)
+
     def _close(self, drain: bool) -> None:
         if not drain and self.worker.busy():
-            self.broken = FabricClosed(
-                "the fabric was closed while a call was under way"
-            )  # and nobody else is to blame
+            with self.starting:  # and nobody else is to blame
+                self.broken = FabricClosed("the fabric was closed while a call was under way")
+            self._let_land()
             self.inquest.give_up_connections()
         super()._close(drain)
         # Torch ends the group's threads when the last reference goes, and must not find that one at exit.
