@@ -36,6 +36,7 @@ def test_what_was_sent_plus_what_was_kept_is_the_gradient(text: str, world: int,
     assert (sent + kept - wanted).norm() <= 3e-6 * 12 * wanted.norm() + 1e-5
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("text", FED_BACK)
 def test_what_is_kept_stays_bounded(text: str) -> None:
     ranks = Ranks(codec_of(text), 3, parts_of(SHAPES))

@@ -57,6 +57,7 @@ def reduce_in_both_kinds_of_memory(fabric, dtype: torch.dtype, op: str, lengths:
     return results
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_sums_are_the_left_fold_in_rank_order_wherever_they_lie(ranks, dtype):

@@ -44,6 +44,7 @@ COMPARED = replace(PLAIN, model=normalized, optimizers=ADAM, settings={"check_ev
 COUNTS = [(5, 3), (3, 5), (0, 4), (4, 0), (4, 2, 6), (5, 0, 5), (0, 0, 0)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("divide_by", ["world", "active"])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_ranks_with_fewer_batches_keep_the_others_company(counts: tuple[int, ...], divide_by: str) -> None:
