@@ -16,7 +16,7 @@ from syncline.fabric.threads import Threads
 from syncline.sync import Sync
 from syncline.workloads.mlp import make_many_small
 
-STEPS = 10
+STEPS = 4  # of a turn
 
 
 class BucketsAlone(Sync):
@@ -27,15 +27,15 @@ class BucketsAlone(Sync):
 
 @dataclass(frozen=True)
 class Overhead:
-    """Seconds of a step."""
+    """What is added to a step, as a share of it."""
 
-    plain_s: float
-    alone_s: float  # with Sync in a world of one
-    bucketed_s: float  # with all that happens in larger worlds, but for the other ranks
+    plain_s: float  # the step
+    alone: float  # with Sync in a world of one
+    bucketed: float  # with all that happens in larger worlds, but for the other ranks
 
 
-def measure_overhead(repeats: int = 15) -> Overhead:
-    """Turns of ten steps each; medians."""
+def measure_overhead(repeats: int = 60) -> Overhead:
+    """Short turns, each in another order and compared with the plain one beside it; medians of all."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     alone: Fabric = Threads().group(1).fabric(0)
@@ -46,13 +46,19 @@ def measure_overhead(repeats: int = 15) -> Overhead:
             "bucketed": Training(BucketsAlone, shared),
         }
         seconds: dict[str, list[float]] = {name: [] for name in trainings}
+        order = list(trainings)
         for turn in range(repeats + 1):
-            for name, training in trainings.items():
-                taken = training.turn()
+            order = order[1:] + order[:1]
+            for name in order:
+                taken = trainings[name].turn()
                 if turn:
                     seconds[name].append(taken)
     torch.set_num_threads(threads_before)
-    return Overhead(median(seconds["plain"]), median(seconds["alone"]), median(seconds["bucketed"]))
+    added = {
+        name: median(mine / plain - 1 for mine, plain in zip(taken, seconds["plain"], strict=True))
+        for name, taken in seconds.items()
+    }
+    return Overhead(median(seconds["plain"]), added["alone"], added["bucketed"])
 
 
 class Training:

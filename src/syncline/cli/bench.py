@@ -284,8 +284,7 @@ def train(
     console.print("peak memory above the start: " + ", ".join(f"{n} {format_bytes(b)}" for n, b in memory.items()))
     console.print(
         f"400 small parameters, one rank: plain {format_seconds(overhead.plain_s)}, with Sync "
-        f"{100 * (overhead.alone_s / overhead.plain_s - 1):+.1f} %, with buckets all the same "
-        f"{100 * (overhead.bucketed_s / overhead.plain_s - 1):+.1f} %"
+        f"{100 * overhead.alone:+.1f} %, with buckets all the same {100 * overhead.bucketed:+.1f} %"
     )
 
 
