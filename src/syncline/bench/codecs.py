@@ -21,7 +21,8 @@ from torch import Tensor
 from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Question, answers_to
-from syncline.codecs.registry import codec_of
+from syncline.codecs.registry import codec_of, text_of_codec
+from syncline.errors import SynclineError
 
 MEASURED: tuple[str, ...] = (
     "none",
@@ -37,6 +38,8 @@ MEASURED: tuple[str, ...] = (
     "powersgd:4",
     "dgc:0.001,warmup=0",
 )
+
+MOST_DIFFERENT = 1e-5  # of the elements of an answer
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,19 @@ def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[floa
         with without_native():
             expected = theirs.run(gradients, step)
         if step == 0:
-            torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
+            check_answers(codec, answer, expected)
     return *ours.medians(), *theirs.medians(), ours.wire
+
+
+def check_answers(codec: Codec, answer: Tensor, expected: Tensor) -> None:
+    """Both come to the same, but for means that are nearly zero: their signs, and so `onebit`, hang on rounding."""
+    different = (answer - expected).abs() > 1e-4 * (1 + expected.abs())
+    share = float(different.float().mean())
+    if share > MOST_DIFFERENT:
+        raise SynclineError(
+            f"{text_of_codec(codec)}: {100 * share:.4f} % of the native answer differ from that of the twin, "
+            "so its speed means nothing; please report this"
+        )
 
 
 @dataclass

@@ -1,9 +1,9 @@
-"""Training steps of several contenders on the same ranks: no synchronization, a barrier, DDP over Gloo, and ours.
+"""Training steps of several contenders on the same ranks: no synchronization, DDP over Gloo, and ours.
 
-Contenders take turns, a few steps each, so that a slow moment of the machine hits all of them alike, and each is
-compared with the others of its turn. All start from the same weights and see the same batches; at the end those that
-synchronize must have the same weights, to rounding, or their times mean nothing. The barrier moves no data: what it
-adds is the waiting for the slower rank, which no synchronization can do without.
+Contenders take turns, a step each and each turn in another order, so that a slow moment of the machine hits all of them
+alike, and each is compared with the others of its turn. Ranks begin a step together, and it is over when the slower one
+has made it. All start from the same weights and see the same batches; at the end those that synchronize must have the
+same weights, to rounding, or their times mean nothing.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from syncline.workloads.gpt import SHAPES, make_gpt, next_byte_loss
 from syncline.workloads.mlp import make_mlp
 from syncline.workloads.text import Batches, standard_library
 
-Name = Literal["alone", "barrier", "ddp", "syncline", "syncline over gloo", "syncline topk"]
-NAMES: tuple[Name, ...] = ("alone", "barrier", "ddp", "syncline", "syncline over gloo")
-WITHOUT_DATA = ("alone", "barrier")  # each rank has its own weights
-Step = Callable[[int], None]
+Name = Literal["alone", "ddp", "syncline", "syncline over gloo", "syncline topk"]
+NAMES: tuple[Name, ...] = ("alone", "ddp", "syncline", "syncline over gloo")
+WARM_UP = 3  # steps: buckets are built anew after the first
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,7 @@ class Contender:
         self.optimizer = workload.optimizer(self.model)
         trained: nn.Module = self.model
         self.sync: Sync | None = None
-        if name == "barrier":
-            self.optimizer.register_step_pre_hook(lambda *_: fabrics["shm"].barrier())
-        elif name == "ddp":
+        if name == "ddp":
             trained = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         elif name == "syncline":
             self.sync = Sync(self.model, self.optimizer, fabric=fabrics["shm"])
@@ -122,24 +119,23 @@ class Contender:
         self.optimizer.step()
 
 
-def time_training(
-    fabric: Fabric, workload: str, names: Sequence[Name], repeats: int, steps: int
-) -> dict[str, list[float]]:
-    """On one rank: the seconds per step of every turn of each contender. The first turn warms up."""
+def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats: int) -> dict[str, list[float]]:
+    """On one rank: the seconds of every step of each contender. The first ones warm up."""
     assert isinstance(fabric, TorchFabric)
     fabrics: dict[str, Fabric] = {"torch": fabric, "shm": share_memory(fabric)}
     what = WORKLOADS[workload]()
     contenders = {name: Contender(name, what, fabrics) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(repeats + 1):
-        for name, contender in contenders.items():
+    order = list(names)
+    for number in range(WARM_UP + repeats):
+        order = order[1:] + order[:1]
+        for name in order:
             fabric.barrier()
             started = time.perf_counter()
-            for number in range(turn * steps, (turn + 1) * steps):
-                contender.step(number)
-            if turn:
-                seconds[name].append((time.perf_counter() - started) / steps)
-    check_weights({name: contender.model for name, contender in contenders.items() if name not in WITHOUT_DATA})
+            contenders[name].step(number)
+            if number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - started)
+    check_weights({name: contender.model for name, contender in contenders.items() if name != "alone"})
     return seconds
 
 
@@ -167,9 +163,9 @@ class StepTime:
     faster_than_ddp: float
 
 
-def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int = 7, steps: int = 3) -> list[StepTime]:
+def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int = 31) -> list[StepTime]:
     """Two ranks on this machine, one thread each."""
-    work = partial(time_training, workload=workload, names=names, repeats=repeats, steps=steps)
+    work = partial(time_training, workload=workload, names=names, repeats=repeats)
     by_rank = run(work, ranks=2, fabric="torch")
     slowest = {
         name: [max(pair) for pair in zip(*(of_rank[name] for of_rank in by_rank), strict=True)] for name in names

@@ -247,13 +247,11 @@ app.command()(bench_modes.stragglers)
 
 @app.command()
 def train(
-    repeats: Annotated[int, typer.Option(help="Turns of three steps each, of which the median is taken.")] = 7,
+    repeats: Annotated[int, typer.Option(help="Steps of each, of which the median is taken.")] = 31,
     workloads: Annotated[str, typer.Option(help=f"Of {'; '.join(WORKLOADS)}: separated by ;")] = ";".join(WORKLOADS),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Training steps on two ranks: no synchronization, DDP over Gloo, and ours through shared memory and Gloo.
-
-    `barrier` moves no data: it is the least that any synchronization adds.
 
     `syncline bench train --workloads "gpt;mlp"`
     """

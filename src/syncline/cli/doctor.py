@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import syncline
@@ -45,7 +46,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print the findi
     console.print(table)
     for finding in findings:
         if finding.advice:
-            console.print(f"[yellow]![/] {finding.what}: {finding.advice}")
+            console.print(f"[yellow]![/] {escape(finding.what)}: {escape(finding.advice)}")
 
 
 def examine() -> list[Finding]:
