@@ -117,6 +117,13 @@ def test_an_error_is_one_line_and_no_traceback():
     assert "Traceback" not in result.stderr
 
 
+def test_an_error_is_printed_as_it_is():
+    """Gloo's errors begin with a path in brackets, which is no markup."""
+    result = command("show", "[/gloo/pair.cc]")
+    assert result.returncode == 2
+    assert "unknown algorithm '[/gloo/pair.cc]'" in result.stderr
+
+
 def test_unknown_commands_are_answered_with_the_nearest():
     result = command("shwo")
     assert result.returncode == 2

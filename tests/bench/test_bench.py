@@ -10,9 +10,10 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from syncline.bench.codecs import MEASURED, CodecSpeed
+from syncline.bench.codecs import MEASURED, CodecSpeed, check_answers
 from syncline.bench.collectives import Results, Row
 from syncline.bench.contenders import CONTENDERS, NEEDS
 from syncline.bench.convergence import compare_codecs
@@ -21,7 +22,9 @@ from syncline.bench.overhead import measure_overhead
 from syncline.bench.plot import write_convergence_plot, write_plot
 from syncline.bench.tasks import DigitClassifier
 from syncline.bench.timing import Contender, measure, pattern
+from syncline.bench.training import NAMES, check_weights, compare_training, step_time
 from syncline.cli.main import app
+from syncline.codecs.registry import codec_of
 from syncline.errors import SynclineError
 
 
@@ -121,6 +124,36 @@ def test_a_training_that_diverges_is_a_row_without_a_loss(monkeypatch, tmp_path)
     assert len(rows[0].curve) == 40
     write_convergence_plot(rows, tmp_path / "plot.html")
     assert "handwritten digits" in (tmp_path / "plot.html").read_text()
+
+
+def test_training_is_measured_and_its_weights_are_compared():
+    times = {one.contender: one for one in compare_training("many small", repeats=2)}
+    assert list(times) == list(NAMES)
+    assert times["alone"].added_s == 0
+    assert times["ddp"].faster_than_ddp == 1
+    assert all(0 < one.median_s < 10 for one in times.values())
+
+
+def test_a_few_answers_may_hang_on_rounding_and_more_may_not():
+    expected = torch.randn(1_000_000)
+    answer = expected.clone()
+    answer[:10] *= -1
+    check_answers(codec_of("onebit"), answer, expected)
+    answer[:1000] *= -1
+    with pytest.raises(SynclineError, match=r"onebit: 0\.0990 % of the native answer differ"):
+        check_answers(codec_of("onebit"), answer, expected)
+
+
+def test_steps_are_compared_turn_by_turn():
+    """The second turn was slow for all; what is added is 1 s in each."""
+    time = step_time("any", "mine", [2.0, 11.0, 3.0], alone=[1.0, 10.0, 2.0], ddp=[4.0, 22.0, 6.0])
+    assert (time.median_s, time.added_s, time.added_share, time.faster_than_ddp) == (3.0, 1.0, 0.5, 2.0)
+
+
+def test_contenders_with_other_weights_are_refused():
+    models = {"ddp": torch.nn.Linear(3, 3), "syncline": torch.nn.Linear(3, 3)}
+    with pytest.raises(SynclineError, match="syncline has other weights than ddp"):
+        check_weights(models)
 
 
 def test_what_sync_costs_in_a_world_of_one_is_measured():

@@ -60,6 +60,7 @@ class GptTask:
     steps: int
     batch: int
     learning_rate: float = 0.05
+    judged: int = 512  # pieces of the text that was held back
     held_back: int = 200_000  # bytes at the end of the text
     text: Tensor = field(default_factory=standard_library, repr=False, compare=False)
 
@@ -74,7 +75,7 @@ class GptTask:
 
     def score(self, model: nn.Module) -> Score:
         """On text that was held back."""
-        batches = Batches(self.text[-self.held_back :], self.shape.context, 64)
+        batches = Batches(self.text[-self.held_back :], self.shape.context, self.judged // 8)
         return Score(mean(float(next_byte_loss(model, batches.of(step, 0))) for step in range(8)))
 
 
@@ -86,7 +87,14 @@ def small_gpt() -> GptTask:
 
 def demo_gpt() -> GptTask:
     """That of `syncline demo`; a training takes a minute or two."""
-    return GptTask("GPT of 10 M parameters, text of the standard library", SHAPES["10M"], steps=150, batch=2)
+    return GptTask(
+        "GPT of 10 M parameters, text of the standard library",
+        SHAPES["10M"],
+        steps=200,
+        batch=2,
+        learning_rate=0.02,
+        judged=128,
+    )
 
 
 class DigitClassifier:

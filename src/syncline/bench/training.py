@@ -28,7 +28,7 @@ from syncline.launch import run
 from syncline.launch.init import share_memory
 from syncline.sync import Sync
 from syncline.workloads.gpt import SHAPES, make_gpt, next_byte_loss
-from syncline.workloads.mlp import make_mlp
+from syncline.workloads.mlp import make_many_small, make_mlp
 from syncline.workloads.text import Batches, standard_library
 
 Name = Literal["alone", "ddp", "syncline", "syncline over gloo", "syncline topk"]
@@ -76,6 +76,20 @@ def mlp_workload(batch: int) -> Workload:
     return Workload(f"MLP of 37 M, batch {batch}", make_mlp, sgd, loss)
 
 
+def many_small_workload() -> Workload:
+    """Where hooks and bookkeeping weigh most."""
+
+    def loss(model: nn.Module) -> Callable[[int, int], Tensor]:
+        def of(step: int, rank: int) -> Tensor:
+            generator = torch.Generator().manual_seed(1000 * step + rank)
+            result: Tensor = model(torch.randn(32, 64, generator=generator)).square().mean()
+            return result
+
+        return of
+
+    return Workload("400 small parameters", make_many_small, adamw, loss)
+
+
 def adamw(model: nn.Module) -> Optimizer:
     """As people train transformers."""
     return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
@@ -90,6 +104,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "gpt": partial(gpt_workload, "20M", 8),
     "gpt, larger batch": partial(gpt_workload, "20M", 32),
     "mlp": partial(mlp_workload, 4),
+    "many small": many_small_workload,
 }
 
 
