@@ -87,6 +87,7 @@ def compare_codecs(
     ranks: int,
     tell: Callable[[str], None],
     fabric: str = "auto",
+    rate: float | None = None,
 ) -> list[ConvergenceRow]:
     """Every codec on every workload. Dense is trained first, whether it was asked for or not."""
     rows = []
@@ -95,7 +96,9 @@ def compare_codecs(
         length = steps or task.steps
         starts = [task.model(seed) for seed in range(seeds)]  # not on the ranks: threads share torch's random numbers
         with told_by_others(tell) as notes:
-            work = partial(train_all, starts=starts, workload=workload, codecs=codecs, steps=length, notes=notes)
+            work = partial(
+                train_all, starts=starts, workload=workload, codecs=codecs, steps=length, rate=rate, notes=notes
+            )
             by_rank = run(work, ranks=ranks, fabric=fabric)
         check_digests(workload, by_rank)
         dense = by_rank[0][DENSE]
@@ -104,7 +107,13 @@ def compare_codecs(
 
 
 def train_all(
-    fabric: Fabric, starts: Sequence[nn.Module], workload: str, codecs: Sequence[str], steps: int, notes: Path
+    fabric: Fabric,
+    starts: Sequence[nn.Module],
+    workload: str,
+    codecs: Sequence[str],
+    steps: int,
+    rate: float | None,
+    notes: Path,
 ) -> dict[str, list[Trained]]:
     """Every codec with every seed, one after the other on the same ranks; starting ranks anew would take longer."""
     log = logging.getLogger("syncline")
@@ -115,7 +124,7 @@ def train_all(
             if fabric.rank == 0:
                 with notes.open("a") as file:
                     file.write(f"{workload}, {codec}, seed {seed}\n")
-            trained.setdefault(codec, []).append(train(fabric, start, workload, codec, seed, steps))
+            trained.setdefault(codec, []).append(train(fabric, start, workload, codec, seed, steps, rate))
     log.setLevel(logging.NOTSET)
     return trained
 

@@ -70,12 +70,15 @@ class Trained:
     digests: list[int]  # of the weights
 
 
-def train(fabric: Fabric, start: nn.Module, task_name: str, codec: str, seed: int, steps: int) -> Trained:
+def train(
+    fabric: Fabric, start: nn.Module, task_name: str, codec: str, seed: int, steps: int, rate: float | None = None
+) -> Trained:
     """What one rank does, with a copy of the model as it starts."""
     torch.set_num_threads(1)
     task = task_of(task_name)
     model = deepcopy(start)
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=momentum_for(codec_of(codec)))
+    rate = rate or task.learning_rate
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum_for(codec_of(codec)))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_at, steps=steps))
     metered = Metered(codec_of(codec))
     sync = Sync(model, optimizer, fabric=fabric, codec=metered, seed=seed, nonfinite="raise")

@@ -92,7 +92,6 @@ def demo_gpt() -> GptTask:
         SHAPES["10M"],
         steps=200,
         batch=2,
-        learning_rate=0.02,
         judged=128,
     )
 

@@ -136,6 +136,7 @@ def convergence(
     workloads: Annotated[str, typer.Option(help=f"Of {', '.join(TASKS)}.")] = ",".join(QUICK),
     seeds: Annotated[int, typer.Option(help="Trainings of each, of which the mean is taken.")] = 3,
     steps: Annotated[int, typer.Option(help="Of each training; 0 is what the workload has.")] = 0,
+    rate: Annotated[float, typer.Option(help="The highest learning rate; 0 is what the workload has.")] = 0.0,
     ranks: Annotated[int, typer.Option(help="Each with its own data.")] = 4,
     html: Annotated[Path, typer.Option(metavar="FILE", help="Where the plot goes.")] = Path("bench-convergence.html"),
     as_json: Annotated[bool, JSON] = False,
@@ -150,9 +151,14 @@ def convergence(
     The GPT of the demo, 10 M parameters, an hour: `syncline bench convergence --workloads demo`
 
     One question: `syncline bench convergence --workloads digits --codecs "topk:0.01 topk:0.1"`
+
+    A codec that needs a smaller rate: `syncline bench convergence --workloads gpt --codecs onebit --rate 0.02`
     """
-    if seeds < 1 or steps < 0 or ranks < 2:
-        raise ConfigError(f"--seeds {seeds} --steps {steps} --ranks {ranks}: one seed and two ranks at least")
+    if seeds < 1 or steps < 0 or ranks < 2 or rate < 0:
+        raise ConfigError(
+            f"--seeds {seeds} --steps {steps} --ranks {ranks} --rate {rate}: one seed and two ranks at least, no less "
+            "than 0 steps and rate"
+        )
     chosen = codecs.split()
     for codec in chosen:
         codec_of(codec)
@@ -161,7 +167,7 @@ def convergence(
         if name not in TASKS:
             raise UnknownName("workload", name, TASKS)
     with counting(len(names) * len(dict.fromkeys(["none", *chosen])) * seeds) as tell:
-        rows = compare_codecs(names, chosen, seeds, steps or None, ranks, tell)
+        rows = compare_codecs(names, chosen, seeds, steps or None, ranks, tell, rate=rate or None)
     if as_json:
         print(json.dumps([row.as_data() for row in rows]))
         return
