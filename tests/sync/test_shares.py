@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,7 +61,8 @@ def gradients_of(fabric: syncline.Fabric, backwards: int, set_to_none: bool) -> 
 @pytest.mark.parametrize("backwards", [1, 2, 3])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_every_pass_divides_once_what_is_new_and_what_was_there(backwards: int, set_to_none: bool) -> None:
-    for found, expected in syncline.run(lambda f: gradients_of(f, backwards, set_to_none), ranks=3, fabric="torch"):
+    work = partial(gradients_of, backwards=backwards, set_to_none=set_to_none)
+    for found, expected in syncline.run(work, ranks=3, fabric="torch"):
         torch.testing.assert_close(found, torch.full_like(found, expected))
 
 
@@ -81,4 +84,4 @@ def with_nan(fabric: syncline.Fabric, shape: tuple[int, int]) -> tuple[list[bool
 
 @pytest.mark.parametrize("shape", [(2, 3), (70, 300)])
 def test_a_bad_gradient_of_one_rank_is_known_to_all(shape: tuple[int, int]) -> None:
-    assert syncline.run(lambda f: with_nan(f, shape), ranks=2, fabric="torch") == [([True] * 4, True)] * 2
+    assert syncline.run(partial(with_nan, shape=shape), ranks=2, fabric="torch") == [([True] * 4, True)] * 2
