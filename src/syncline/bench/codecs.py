@@ -134,7 +134,11 @@ def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[floa
 
 
 def check_answers(codec: Codec, answer: Tensor, expected: Tensor) -> None:
-    """Both come to the same, but for means that are nearly zero: their signs, and so `onebit`, hang on rounding."""
+    """Both come to the same, but for a few signs of `onebit`.
+
+    Its scales are sums, which torch adds in another order, and a mean that is nearly zero takes its sign from the last
+    bits of them.
+    """
     different = (answer - expected).abs() > 1e-4 * (1 + expected.abs())
     share = float(different.float().mean())
     if share > MOST_DIFFERENT:

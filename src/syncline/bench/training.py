@@ -63,31 +63,24 @@ def gpt_workload(size: str, batch: int) -> Workload:
 
 def mlp_workload(batch: int) -> Workload:
     """More communication than computation."""
-
-    def loss(model: nn.Module) -> Callable[[int, int], Tensor]:
-        def of(step: int, rank: int) -> Tensor:
-            generator = torch.Generator().manual_seed(1000 * step + rank)
-            x = torch.randn(batch, 2304, generator=generator)
-            result: Tensor = model(x).square().mean()
-            return result
-
-        return of
-
-    return Workload(f"MLP of 37 M, batch {batch}", make_mlp, sgd, loss)
+    return Workload(f"MLP of 37 M, batch {batch}", make_mlp, sgd, partial(size_of_answers, batch=batch, width=2304))
 
 
 def many_small_workload() -> Workload:
     """Where hooks and bookkeeping weigh most."""
-
-    def loss(model: nn.Module) -> Callable[[int, int], Tensor]:
-        def of(step: int, rank: int) -> Tensor:
-            generator = torch.Generator().manual_seed(1000 * step + rank)
-            result: Tensor = model(torch.randn(32, 64, generator=generator)).square().mean()
-            return result
-
-        return of
-
+    loss = partial(size_of_answers, batch=32, width=64)
     return Workload("400 small parameters", make_many_small, adamw, loss)
+
+
+def size_of_answers(model: nn.Module, batch: int, width: int) -> Callable[[int, int], Tensor]:
+    """A loss: how large the answers to noise are."""
+
+    def of(step: int, rank: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        result: Tensor = model(torch.randn(batch, width, generator=generator)).square().mean()
+        return result
+
+    return of
 
 
 def adamw(model: nn.Module) -> Optimizer:

@@ -152,7 +152,7 @@ def convergence(
 
     One question: `syncline bench convergence --workloads digits --codecs "topk:0.01 topk:0.1"`
 
-    A codec that needs a smaller rate: `syncline bench convergence --workloads gpt --codecs onebit --rate 0.02`
+    At another learning rate: `syncline bench convergence --workloads gpt --codecs onebit --rate 0.02`
     """
     if seeds < 1 or steps < 0 or ranks < 2 or rate < 0:
         raise ConfigError(
