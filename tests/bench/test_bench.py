@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -124,6 +125,15 @@ def test_a_training_that_diverges_is_a_row_without_a_loss(monkeypatch, tmp_path)
     assert len(rows[0].curve) == 40
     write_convergence_plot(rows, tmp_path / "plot.html")
     assert "handwritten digits" in (tmp_path / "plot.html").read_text()
+
+
+def test_the_learning_rate_is_the_one_that_was_asked_for():
+    hardly, usually = (
+        compare_codecs(["digits"], [], 1, 60, 2, lambda _: None, fabric="threads", rate=rate)[0].loss
+        for rate in (1e-9, None)
+    )
+    assert hardly == pytest.approx(math.log(10), rel=0.1)  # all digits are as likely
+    assert usually < 0.8 * hardly
 
 
 def test_training_is_measured_and_its_weights_are_compared():
