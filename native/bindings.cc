@@ -253,9 +253,13 @@ NB_MODULE(_native, m) {
     return result;
   }, nb::sig("def build_info() -> dict[str, str]"));
 
+  m.def("copy", [](const std::vector<Move>& moves, int dtype) {
+    for (const auto& [out, in, count] : moves) copy_past_cache(at(out), at(in), count * size_of(DataType(dtype)));
+  }, "moves"_a, "dtype"_a, ReleaseGil());
   m.def("divide", [](const std::vector<Move>& moves, int dtype, int divisor) {
     bool finite = true;
-    for (const auto& [out, in, count] : moves) finite &= divide(at(out), at(in), count, DataType(dtype), divisor);
+    for (const auto& [out, in, count] : moves)
+      finite &= (out == in ? divide : divide_past_cache)(at(out), at(in), count, DataType(dtype), divisor);
     return finite;
   }, "moves"_a, "dtype"_a, "divisor"_a, ReleaseGil());
   bind_codecs(m);

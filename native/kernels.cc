@@ -52,8 +52,12 @@ bool fold(void* out, const void* const* inputs, int num_inputs, size_t count, Da
 bool divide(void* out, const void* in, size_t count, DataType dtype, int divisor) {
   return best().divide(out, in, count, dtype, divisor);
 }
+bool divide_past_cache(void* out, const void* in, size_t count, DataType dtype, int divisor) {
+  return best().divide_past_cache(out, in, count, dtype, divisor);
+}
 void widen(float* out, const void* in, size_t count, DataType dtype) { best().widen(out, in, count, dtype); }
 void narrow(void* out, const float* in, size_t count, DataType dtype) { best().narrow(out, in, count, dtype); }
 void copy_bytes(void* out, const void* in, size_t bytes) { best().copy(out, in, bytes); }
+void copy_past_cache(void* out, const void* in, size_t bytes) { best().copy_past_cache(out, in, bytes); }
 
 }  // namespace syncline

@@ -20,20 +20,26 @@ bool fold(void* out, const void* const* inputs, int num_inputs, size_t count, Da
 // out[i] = in[i] / divisor; `out` may be `in`. Returns whether all results are finite.
 bool divide(void* out, const void* in, size_t count, DataType, int divisor);
 
+// The same past the cache, for what is not read again soon; `out` and `in` do not overlap.
+bool divide_past_cache(void* out, const void* in, size_t count, DataType, int divisor);
+
 // float32 <-> float16 or bfloat16.
 void widen(float* out, const void* in, size_t count, DataType);
 void narrow(void* out, const float* in, size_t count, DataType);
 
 // Bytes that do not overlap; null pointers are fine if there are none.
 void copy_bytes(void* out, const void* in, size_t bytes);
+void copy_past_cache(void* out, const void* in, size_t bytes);
 
 // One set of kernels, compiled for one instruction set.
 struct KernelTable {
   bool (*fold)(void* out, const void* const* inputs, int num_inputs, size_t count, DataType, ReduceOp, int divisor);
   bool (*divide)(void* out, const void* in, size_t count, DataType, int divisor);
+  bool (*divide_past_cache)(void* out, const void* in, size_t count, DataType, int divisor);
   void (*widen)(float* out, const void* in, size_t count, DataType);
   void (*narrow)(void* out, const float* in, size_t count, DataType);
   void (*copy)(void* out, const void* in, size_t bytes);
+  void (*copy_past_cache)(void* out, const void* in, size_t bytes);
 };
 
 // The sets that this processor can run, the best one last; the first is portable. For tests.

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels.h"
+#include "streaming.h"
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif
@@ -269,6 +270,55 @@ bool divide(void* out, const void* in, size_t count, DataType dtype, int divisor
   }
 }
 
+// Elements from `data` on up to the next cache line.
+template <class T>
+size_t up_to_line(const T* data) {
+  return -(reinterpret_cast<uintptr_t>(data) / sizeof(T)) % (line_bytes / sizeof(T));
+}
+
+void stream(void* out, const void* in, size_t bytes) {
+  auto* to = static_cast<uint8_t*>(out);
+  const auto* from = static_cast<const uint8_t*>(in);
+  const size_t before = up_to_line(to);
+  size_t i = before < bytes ? before : bytes;
+  std::memcpy(to, from, i);
+  for (; i + line_bytes <= bytes; i += line_bytes) stream_line(to + i, from + i);
+  std::memcpy(to + i, from + i, bytes - i);
+}
+
+void copy_past_cache(void* out, const void* in, size_t bytes) {
+  if (!bytes) return;
+  stream(out, in, bytes);
+  finish_streaming();
+}
+
+// Tiles are made in the first-level cache, and all but the first begin where a line does.
+template <class T>
+bool divide_tiles_past_cache(T* out, const T* in, size_t count, int divisor) {
+  alignas(line_bytes) T quotients[tile];
+  bool finite = true;
+  for (size_t at = 0, now; at < count; at += now) {
+    const size_t before = up_to_line(out + at);
+    now = before ? before : tile;
+    if (now > count - at) now = count - at;
+    divide_all(quotients, in + at, now, divisor);
+    finite &= are_finite(quotients, now);
+    stream(out + at, quotients, now * sizeof(T));
+  }
+  finish_streaming();
+  return finite;
+}
+
+bool divide_past_cache(void* out, const void* in, size_t count, DataType dtype, int divisor) {
+  switch (dtype) {
+    case DataType::float32:
+      return divide_tiles_past_cache(static_cast<float*>(out), static_cast<const float*>(in), count, divisor);
+    case DataType::float64:
+      return divide_tiles_past_cache(static_cast<double*>(out), static_cast<const double*>(in), count, divisor);
+    default: return SYNCLINE_KERNELS::divide(out, in, count, dtype, divisor);
+  }
+}
+
 void widen(float* out, const void* in, size_t count, DataType dtype) {
   const auto* halves = static_cast<const uint16_t*>(in);
   dtype == DataType::float16 ? widen_all<Float16>(out, halves, count) : widen_all<Bfloat16>(out, halves, count);
@@ -291,7 +341,7 @@ void copy_bytes(void* out, const void* in, size_t bytes) {
 }  // namespace
 
 extern const KernelTable table;
-const KernelTable table = {fold, divide, widen, narrow, copy_bytes};
+const KernelTable table = {fold, divide, divide_past_cache, widen, narrow, copy_bytes, copy_past_cache};
 
 }  // namespace SYNCLINE_KERNELS
 }  // namespace syncline

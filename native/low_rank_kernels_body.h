@@ -7,9 +7,7 @@
 #include <cstring>
 
 #include "low_rank_kernels.h"
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
+#include "streaming.h"
 
 namespace syncline {
 namespace SYNCLINE_KERNELS {
@@ -26,7 +24,7 @@ using Vector = float __attribute__((vector_size(width * sizeof(float))));
 constexpr size_t lanes = 8;                 // partial sums of a dot product, on every processor
 constexpr size_t rows_at_a_time = 4;
 constexpr size_t factors_at_a_time = 2;     // of a dot product: more would not fit into the registers
-constexpr size_t line = 16;                 // floats of a cache line, of a product made at once
+constexpr size_t line = line_bytes / sizeof(float);  // of a product made at once
 constexpr size_t streamed_bytes = 4 << 20;  // products from this size on go past the cache
 
 Vector load(const float* from) {
@@ -177,21 +175,6 @@ void subtract_product(float* matrix, MatrixSize size, const float* left, const f
   });
 }
 
-// Past the cache where the processor can; `to` is aligned.
-void stream(float* to, Vector vector) {
-#if defined(__AVX2__)
-  _mm256_stream_ps(to, vector);
-#else
-  store(to, vector);
-#endif
-}
-
-void finish_streaming() {
-#if defined(__AVX2__)
-  _mm_sfence();
-#endif
-}
-
 // A row at a time, because rows differ in where their cache lines begin; whole lines, because those are streamed best.
 template <class Factors, class Put>
 void write_row(float* out, MatrixSize size, const float* left, const float* right, Factors factors, const Put& put) {
@@ -201,7 +184,7 @@ void write_row(float* out, MatrixSize size, const float* left, const float* righ
   size_t i = head;
   for (; i + line <= size.columns; i += line) {
     const Product<1, line / width> product(left, right + i, size, factors);
-    for (size_t v = 0; v < line / width; ++v) put(out + i + v * width, product.sums[0][v]);
+    put(out + i, product.sums[0]);
   }
   for (; i < size.columns; ++i) out[i] = product_at(left, right + i, size, factors);
 }
@@ -214,9 +197,9 @@ void write_product(float* out, MatrixSize size, const float* left, const float* 
     });
   };
   if (size.rows * size.columns * sizeof(float) < streamed_bytes) {
-    write([](float* to, Vector vector) { store(to, vector); });
+    write([](float* to, const Vector* from) { std::memcpy(to, from, line_bytes); });
   } else {
-    write([](float* to, Vector vector) { stream(to, vector); });
+    write([](float* to, const Vector* from) { stream_line(to, from); });
     finish_streaming();
   }
 }

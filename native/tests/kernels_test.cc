@@ -85,6 +85,40 @@ TEST(a_division_says_whether_all_is_finite) {
   });
 }
 
+TEST(what_goes_past_the_cache_goes_where_it_should) {
+  for_each_table([](const KernelTable& table) {
+    for (const uint64_t from : {0, 1, 3, 64})
+      for (const uint64_t to : {0, 1, 5, 63, 64})
+        for (const uint64_t bytes : {0, 1, 63, 64, 65, 127, 128, 1000}) {
+          std::vector<uint8_t> in(1200), out(1200, 7);
+          for (uint64_t i = 0; i < in.size(); ++i) in[i] = uint8_t(i * 31);
+          table.copy_past_cache(out.data() + to, in.data() + from, bytes);
+          for (uint64_t i = 0; i < out.size(); ++i)
+            CHECK(out[i] == (i >= to && i < to + bytes ? in[i - to + from] : 7), "byte %lu of %lu", (unsigned long)i,
+                  (unsigned long)bytes);
+        }
+  });
+}
+
+TEST(a_division_past_the_cache_equals_a_plain_one) {
+  for_each_table([](const KernelTable& table) {
+    for (const DataType dtype : {DataType::float32, DataType::float64, DataType::int32})
+      for (const uint64_t start : {0, 1, 7, 15})
+        for (const uint64_t count : {0, 1, 15, 16, 1023, 1024, 1040, 2500}) {
+          std::vector<double> in(2600), out(2600), expected(2600);
+          fill(in.data(), count, dtype, start);
+          const uint64_t first = start * size_of(dtype);
+          std::byte* at = reinterpret_cast<std::byte*>(out.data()) + first;
+          const bool finite = table.divide(reinterpret_cast<std::byte*>(expected.data()) + first, in.data(), count, dtype, 3);
+          CHECK(table.divide_past_cache(at, in.data(), count, dtype, 3) == finite);
+          CHECK(std::memcmp(out.data(), expected.data(), out.size() * sizeof(double)) == 0);
+          if (dtype == DataType::int32 || count == 0) continue;
+          set(in.data(), count - 1, dtype, NAN);
+          CHECK(!table.divide_past_cache(at, in.data(), count, dtype, 3));
+        }
+  });
+}
+
 TEST(half_conversions_equal_their_twins) {
   for_each_table([](const KernelTable& table) {
     for (const DataType dtype : {DataType::float16, DataType::bfloat16}) {

@@ -37,6 +37,12 @@ def orthonormalize(rows: int, factors: int, length: int) -> None: ...
 
 def narrow(out: int, values: int, count: int, dtype: int) -> None: ...
 def widen(out: int, halves: int, count: int, dtype: int) -> None: ...
+
+# Gradients on their way into a bucket, past the cache; see native/kernels.h.
+
+def copy(moves: list[tuple[int, int, int]], dtype: int) -> None:
+    """Write values: to, from, how many."""
+
 def divide(moves: list[tuple[int, int, int]], dtype: int, divisor: int) -> bool:
     """Write quotients: to, from, how many; to may be from. Returns whether all are finite."""
 

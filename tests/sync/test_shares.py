@@ -1,4 +1,4 @@
-"""Gradients that are divided on their way into a bucket, where an engine only adds."""
+"""Gradients on their way into a bucket: copied, and divided where an engine only adds."""
 
 from __future__ import annotations
 
@@ -10,25 +10,42 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import syncline
-from syncline.buckets.shares import put, put_plainly
+from syncline.buckets.shares import SMALL_BYTES, put, put_plainly
 
 LAYOUTS = {
     "contiguous": lambda values: values,
     "transposed": lambda values: values.t().contiguous().t(),
     "with gaps": lambda values: values.repeat_interleave(2, 1)[:, ::2],
     "sparse": lambda values: values.to_sparse(),
+    "negative in memory": lambda values: torch.complex(values, -values).conj().imag,
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_put_equals_its_twin(layout: str, dtype: torch.dtype) -> None:
-    gradients = [LAYOUTS[layout](torch.randn(shape, dtype=dtype)) for shape in [(1, 3), (37, 41), (300, 7)]]
-    natively, plainly = ([torch.zeros(one.shape, dtype=dtype) for one in gradients] for _ in range(2))
-    finite = put(gradients, natively, 3)
-    put_plainly(gradients, plainly, 3)
-    assert finite is (True if layout == "contiguous" else None)
-    assert all(map(torch.equal, natively, plainly))
+@pytest.mark.parametrize("divisor", [1, 3])
+def test_what_is_put_is_the_gradient_divided(layout: str, dtype: torch.dtype, divisor: int) -> None:
+    values = [torch.randn(shape, dtype=dtype) for shape in [(201, 203), (1, 3), (37, 41), (300, 7)]]
+    gradients = [LAYOUTS[layout](one) for one in values]
+    natively, plainly = ([torch.zeros(one.shape, dtype=dtype) for one in values] for _ in range(2))
+    finite = put(gradients, natively, divisor)
+    put_plainly(gradients, plainly, divisor)
+    assert finite is (True if layout == "contiguous" and divisor != 1 else None)
+    for value, native, plain in zip(values, natively, plainly, strict=True):
+        assert torch.equal(native, value / divisor)
+        assert torch.equal(plain, value / divisor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("start", [0, 1, 5, 15, 16, 33])
+@pytest.mark.parametrize("more", [0, 1, 15, 40])
+def test_nothing_beside_a_large_gradient_is_written(dtype: torch.dtype, start: int, more: int) -> None:
+    numel = SMALL_BYTES + more
+    memory, gradient = torch.full((numel + 100,), 7, dtype=dtype), torch.randn(numel + 1).to(dtype)[1:]
+    put([gradient], [memory[start : start + numel]], 1)
+    assert torch.equal(memory[start : start + numel], gradient)
+    assert (memory[:start] == 7).all()
+    assert (memory[start + numel :] == 7).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -1,9 +1,9 @@
 """Training steps of several contenders on the same ranks: no synchronization, DDP over Gloo, and ours.
 
-Contenders take turns, a step each and each turn in another order, so that a slow moment of the machine hits all of them
-alike, and each is compared with the others of its turn. Ranks begin a step together, and it is over when the slower one
-has made it. All start from the same weights and see the same batches; at the end those that synchronize must have the
-same weights, to rounding, or their times mean nothing.
+Contenders take turns, a step each, so that a slow moment of the machine hits all of them alike, and each is compared
+with the others of its turn. Every turn has an order of its own, so that none always comes after the same other. Ranks
+begin a step together, and it is over when the slower one has made it. All start from the same weights and see the same
+batches; at the end those that synchronize must have the same weights, to rounding, or their times mean nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Literal
 
@@ -135,8 +136,9 @@ def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats:
     contenders = {name: Contender(name, what, fabrics) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}
     order = list(names)
+    shuffle = Random(0).shuffle  # the same on all ranks
     for number in range(WARM_UP + repeats):
-        order = order[1:] + order[:1]
+        shuffle(order)
         for name in order:
             fabric.barrier()
             started = time.perf_counter()

@@ -17,10 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from syncline.buckets.shares import put
+from syncline.buckets.shares import SMALL_BYTES, put
 from syncline.fabric.base import Fabric
-
-SMALL_BYTES = 64 << 10  # a gradient up to this size is placed together with others
 
 
 class Slot:
@@ -42,14 +40,15 @@ class Slot:
 
     def place(self) -> None:
         """See that the gradient is in the bucket, and is what the optimizer will find."""
+        if self.is_outside():
+            self.bucket.take_in([self])
+
+    def is_outside(self) -> bool:
+        """Whether there is a gradient that is not yet in the bucket as it will be sent."""
         gradient = self.parameter.grad
         if gradient is None or self.is_divided:
-            return
-        if self.bucket.divisor != 1:
-            self.bucket.put_divided([self])
-        elif gradient is not self.view:
-            self.view.copy_(gradient.to_dense() if gradient.is_sparse else gradient.detach())
-            self.parameter.grad = self.view
+            return False
+        return gradient is not self.view or self.bucket.divisor != 1
 
 
 class Side:
@@ -121,32 +120,21 @@ class Bucket:
         for slot in self.slots:
             slot.is_divided = False
 
-    def put_divided(self, slots: Sequence[Slot]) -> None:
-        """Take in gradients, or divide those that have come to be here."""
-        if not slots:
-            return
-        gradients = [slot.parameter.grad for slot in slots]
-        finite = put(gradients, [slot.view for slot in slots], self.divisor)  # type: ignore[arg-type]
-        self.finite = None if finite is None or self.finite is None else self.finite and finite
+    def take_in(self, slots: Sequence[Slot]) -> None:
+        """Copy gradients that are outside, or divide those that have come to be here."""
+        gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
+        finite = put(gradients, [slot.view for slot in slots], self.divisor)
         for slot in slots:
             slot.parameter.grad = slot.view
-            slot.is_divided = True
+        if self.divisor != 1:
+            self.finite = None if finite is None or self.finite is None else self.finite and finite
+            for slot in slots:
+                slot.is_divided = True
 
     def place_small(self) -> None:
         """Place all small gradients in one call: one by one, the calls would cost more than the copies."""
-        if self.divisor != 1:
-            self.put_divided([slot for slot in self.small if not slot.is_divided and slot.parameter.grad is not None])
-            return
-        moved = [slot for slot in self.small if slot.parameter.grad is not slot.view]
-        gradients = [slot.parameter.grad for slot in moved]
-        if any(gradient is None or gradient.is_sparse for gradient in gradients):
-            for slot in moved:
-                slot.place()
-        elif moved:
-            with torch.no_grad():
-                torch._foreach_copy_([slot.view for slot in moved], gradients)  # type: ignore[arg-type]
-            for slot in moved:
-                slot.parameter.grad = slot.view
+        if outside := [slot for slot in self.small if slot.is_outside()]:
+            self.take_in(outside)
 
     def fill(self) -> None:
         """Take in what has not been placed by its hook; a gradient that is not there counts as zero."""

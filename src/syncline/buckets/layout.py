@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from syncline.buckets.assign import Item, assign
 from syncline.buckets.bucket import Bucket, Slot
+from syncline.buckets.heap import keep_freed_memory
 from syncline.buckets.parameters import Named
 from syncline.fabric.base import Fabric
 
@@ -103,6 +104,8 @@ class Layout:
             self.buckets.append(bucket)
         if has_verdict:
             self.judged = self.buckets[-1]
+        if self.fabric.device.type == "cpu":
+            keep_freed_memory(max((slot.parameter.nbytes for group in groups for slot in group), default=0))
 
     def adopt_unfrozen(self) -> bool:
         """Parameters that need a gradient by now get buckets of their own; whether there were any."""

@@ -1,6 +1,7 @@
 """Gradients on their way into a bucket, divided by the number of ranks where an engine only adds.
 
-One pass copies, divides and sees whether all is finite, so that nothing is left to do when the sum has come.
+They are written past the cache: it is a while until they are read, and then by another core. Where they are divided,
+one pass copies, divides and sees whether all is finite, so that nothing is left to do when the sum has come.
 """
 
 from __future__ import annotations
@@ -20,22 +21,31 @@ except ImportError:
 else:
     native = found
 
+SMALL_BYTES = 64 << 10  # a gradient up to this size is placed together with others
+
 
 @torch.no_grad()
 def put(gradients: Sequence[Tensor], views: Sequence[Tensor], divisor: int) -> bool | None:
     """Write what gradients, of one dtype, count in a mean; whether all is finite, where that comes out on the way."""
-    if native is not None and all(map(have_one_layout, gradients, views)):
-        moves = [(view.data_ptr(), one.data_ptr(), one.numel()) for one, view in zip(gradients, views, strict=True)]
-        finite: bool = native.divide(moves, DTYPES.index(views[0].dtype), divisor)
-        return finite
-    put_plainly(gradients, views, divisor)
-    return None
+    is_small = divisor == 1 and views[0].nbytes <= SMALL_BYTES  # then looking at each takes longer than a plain copy
+    if native is None or is_small or not all(map(have_one_layout, gradients, views)):
+        put_plainly(gradients, views, divisor)
+        return None
+    moves = [(view.data_ptr(), one.data_ptr(), one.numel()) for one, view in zip(gradients, views, strict=True)]
+    dtype = DTYPES.index(views[0].dtype)
+    if divisor == 1:
+        native.copy(moves, dtype)
+        return None
+    finite: bool = native.divide(moves, dtype, divisor)
+    return finite
 
 
 def put_plainly(gradients: Sequence[Tensor], views: Sequence[Tensor], divisor: int) -> None:
     """The twin of the native way, for any device and layout."""
-    for gradient, view in zip(gradients, views, strict=True):
-        torch.div(gradient.to_dense() if gradient.is_sparse else gradient, divisor, out=view)
+    dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+    torch._foreach_copy_(list(views), dense)
+    if divisor != 1:
+        torch._foreach_div_(list(views), divisor)
 
 
 def have_one_layout(gradient: Tensor, view: Tensor) -> bool:
@@ -45,4 +55,5 @@ def have_one_layout(gradient: Tensor, view: Tensor) -> bool:
         and gradient.layout == torch.strided
         and gradient.dtype == view.dtype
         and gradient.stride() == view.stride()
+        and not gradient.is_neg()  # of which memory has the opposite
     )
