@@ -23,7 +23,7 @@ from syncline.bench.overhead import measure_overhead
 from syncline.bench.plot import write_convergence_plot, write_plot
 from syncline.bench.tasks import DigitClassifier
 from syncline.bench.timing import Contender, measure, pattern
-from syncline.bench.training import NAMES, check_weights, compare_training, step_time
+from syncline.bench.training import NAMES, check_weights, compare_training, error_of_median, step_time
 from syncline.cli.main import app
 from syncline.codecs.registry import codec_of
 from syncline.errors import SynclineError
@@ -158,6 +158,14 @@ def test_steps_are_compared_turn_by_turn():
     """The second turn was slow for all; what is added is 1 s in each."""
     time = step_time("any", "mine", [2.0, 11.0, 3.0], alone=[1.0, 10.0, 2.0], ddp=[4.0, 22.0, 6.0])
     assert (time.median_s, time.added_s, time.added_share, time.faster_than_ddp) == (3.0, 1.0, 0.5, 2.0)
+    assert time.added_error_s == 0.0
+
+
+def test_the_error_of_a_median_is_how_much_medians_differ():
+    draws = torch.randn(2000, 101, generator=torch.Generator().manual_seed(1))
+    spread = float(draws.median(1).values.std())
+    guessed = [error_of_median(draw.tolist()) for draw in draws]
+    assert sum(guessed) / len(guessed) == pytest.approx(spread, rel=0.1)
 
 
 def test_contenders_with_other_weights_are_refused():

@@ -8,13 +8,14 @@ batches; at the end those that synchronize must have the same weights, to roundi
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import median, quantiles
 from typing import Literal
 
 import torch
@@ -34,6 +35,7 @@ from syncline.workloads.text import Batches, standard_library
 
 Name = Literal["alone", "ddp", "syncline", "syncline over gloo", "syncline topk"]
 NAMES: tuple[Name, ...] = ("alone", "ddp", "syncline", "syncline over gloo")
+NORMAL = math.sqrt(math.pi / 2) / 1.349  # of a normal distribution, whose middle half is 1.349 standard deviations wide
 WARM_UP = 3  # steps: buckets are built anew after the first
 
 
@@ -169,6 +171,7 @@ class StepTime:
     contender: str
     median_s: float
     added_s: float  # to a step without synchronization
+    added_error_s: float  # the standard error of it
     added_share: float
     faster_than_ddp: float
 
@@ -186,9 +189,16 @@ def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int 
 
 def step_time(title: str, name: str, taken: list[float], alone: list[float], ddp: list[float]) -> StepTime:
     """Compared turn by turn, because the machine is not as fast in all of them."""
-    added_s = median(mine - other for mine, other in zip(taken, alone, strict=True))
+    added = [mine - other for mine, other in zip(taken, alone, strict=True)]
     faster = median(other / mine for mine, other in zip(taken, ddp, strict=True))
-    return StepTime(title, name, median(taken), added_s, added_s / median(alone), faster)
+    added_s = median(added)
+    return StepTime(title, name, median(taken), added_s, error_of_median(added), added_s / median(alone), faster)
+
+
+def error_of_median(values: list[float]) -> float:
+    """The standard error, from the range of the middle half: that of all values would be ruled by the worst of them."""
+    lower, _, upper = quantiles(values, n=4)
+    return NORMAL * (upper - lower) / math.sqrt(len(values))
 
 
 # What it costs in memory, and in a world of one

@@ -261,8 +261,8 @@ def train(
 
     `syncline bench train --workloads "gpt;mlp"`
     """
-    if repeats < 1:
-        raise ConfigError(f"--repeats {repeats} is less than 1")
+    if repeats < 2:
+        raise ConfigError(f"--repeats {repeats} is less than 2, and one step says nothing about how much they differ")
     chosen = [name.strip() for name in workloads.split(";")]
     for name in chosen:
         if name not in WORKLOADS:
@@ -294,17 +294,19 @@ def train(
 
 def training_table(title: str, times: list[StepTime]) -> Table:
     """One workload."""
-    table = Table(title=f"{title}, 2 ranks", title_justify="left", caption="medians; weights checked at the end")
+    table = Table(
+        title=f"{title}, 2 ranks", title_justify="left", caption="medians ± standard error; weights checked at the end"
+    )
     table.add_column("")
     for heading in ("step", "added", "added, of the step", "× DDP"):
         table.add_column(heading, justify="right")
     for one in times:
-        added = format_seconds(max(one.added_s, 0.0))
+        added = f"{1e3 * one.added_s:.1f} ± {1e3 * one.added_error_s:.1f} ms" if one.added_s else ""
         table.add_row(
             one.contender,
             format_seconds(one.median_s),
             added,
-            f"{100 * one.added_share:.1f} %",
+            f"{100 * one.added_share:.1f} %" if one.added_s else "",
             f"{one.faster_than_ddp:.2f}",
         )
     return table
