@@ -23,6 +23,11 @@ struct CodecTable {
   size_t (*collect)(uint32_t* positions, size_t room, const float* values, size_t count, uint32_t least);
 };
 
+// A message, and what it says is taken away from the values: some at a time, while they are in the cache.
+void take_quantized(const CodecTable&, float* scales, uint8_t* codes, float* values, const float* noise, size_t count,
+                    size_t block, int bits);
+void take_signs(const CodecTable&, float* scales, uint8_t* bits, float* values, size_t count, size_t block);
+
 const CodecTable& codec_kernels();                               // the best that this processor can run
 const CodecTable* const* codec_tables(int* num_tables);          // all that it can run; the first is portable
 

@@ -23,6 +23,7 @@ using Vector = float __attribute__((vector_size(width * sizeof(float))));
 
 constexpr size_t lanes = 8;                 // partial sums of a dot product, on every processor
 constexpr size_t rows_at_a_time = 4;
+constexpr size_t rows_added_at_a_time = 8;  // that are only read
 constexpr size_t factors_at_a_time = 2;     // of a dot product: more would not fit into the registers
 constexpr size_t line = line_bytes / sizeof(float);  // of a product made at once
 constexpr size_t streamed_bytes = 4 << 20;  // products from this size on go past the cache
@@ -53,12 +54,11 @@ void with_factors(size_t factors, const Body& body) {
   }
 }
 
-// Calls `body` with 4 rows at a time, and then with one: `body(row, Known<4>())`.
-
-template <class Body>
+// Calls `body` with some rows at a time, and then with one: `body(row, Known<4>())`.
+template <size_t AtATime = rows_at_a_time, class Body>
 void for_rows(size_t rows, const Body& body) {
   size_t row = 0;
-  for (; row + rows_at_a_time <= rows; row += rows_at_a_time) body(row, Known<rows_at_a_time>());
+  for (; row + AtATime <= rows; row += AtATime) body(row, Known<AtATime>());
   for (; row < rows; ++row) body(row, Known<1>());
 }
 
@@ -122,7 +122,7 @@ void add_rows(float* right, const float* matrix, MatrixSize size, const float* l
 void times_left(float* right, const float* matrix, MatrixSize size, const float* left, size_t factors) {
   for (size_t i = 0; i < factors * size.columns; ++i) right[i] = 0;
   with_factors(factors, [&](auto known) {
-    for_rows(size.rows, [&](size_t row, auto rows) {
+    for_rows<rows_added_at_a_time>(size.rows, [&](size_t row, auto rows) {
       add_rows<rows.value>(right, matrix + row * size.columns, size, left + row, known);
     });
   });

@@ -225,7 +225,7 @@ def variance_of_the_mean(codec: Int8, ranks: list[int], values: Tensor) -> float
 
     def said(rank: int, step: int) -> Tensor:
         out = torch.empty_like(values)
-        codec.decode(codec.encode(values, 0, Place(rank, 8, step, 0, parts)), out)
+        codec.decode(codec.take(values.clone(), 0, Place(rank, 8, step, 0, parts)), out)
         return out
 
     means = torch.stack([torch.stack([said(rank, step) for rank in ranks]).mean(0) for step in range(60)])

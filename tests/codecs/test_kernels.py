@@ -35,9 +35,11 @@ def test_native_kernels_equal_their_twins(numel: int, block: int) -> None:
     noise = torch.rand(numel, generator=generator)
     for bits in (8, 4):
         for drawn in (None, noise):
-            message = kernels.quantize(values, block, bits, drawn)
+            left = values.clone()
+            message = kernels.take_quantized(left, block, bits, drawn)
             assert torch.equal(message, twins.quantize(values, block, bits, drawn))
             decoded = twins.dequantize(message, numel, block, bits)
+            assert torch.equal(left, values - decoded)
             assert_decoded(partial(kernels.dequantize, message, block=block, bits=bits), decoded)
     signs = kernels.pack_signs(values, block)
     head = -(-numel // block) * 4
@@ -45,6 +47,9 @@ def test_native_kernels_equal_their_twins(numel: int, block: int) -> None:
     assert torch.equal(signs[head:], theirs[head:])
     torch.testing.assert_close(signs[:head].view(torch.float32), theirs[:head].view(torch.float32))
     assert_decoded(partial(kernels.unpack_signs, signs, block=block), twins.unpack_signs(signs, numel, block))
+    left = values.clone()
+    assert torch.equal(kernels.take_signs(left, block), signs)
+    assert torch.equal(left, values - twins.unpack_signs(signs, numel, block))
     count = max(1, numel // 10)
     chosen = kernels.select_largest(values, count)
     assert torch.equal(chosen, twins.select_largest(values, count))

@@ -54,7 +54,7 @@ class Gather:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Answered with everyone's part for this rank."""
+    """Answered with everyone's part for this rank, all of them as long as its own."""
 
     parts: Sequence[Tensor]
 

@@ -30,17 +30,23 @@ class Fp16(Codec):
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
         """One mean; with feedback a one-shot exchange, because what the owner's rounding takes away is kept too."""
         if self.feedback:
-            return (yield from exchange_slices(values, place, 1, self.encode, self.decode))
+            return (yield from exchange_slices(values, place, 1, self.take, self.decode, self.length))
         mean = yield Mean(kernels.narrow(values, self.wire))
         return lambda out: kernels.widen(out, mean)
 
-    def encode(self, values: Tensor, _: int) -> Tensor:
-        """Values to a message."""
-        return kernels.narrow(values, self.wire).view(torch.uint8)
+    def length(self, numel: int) -> int:
+        """Of a message, in bytes."""
+        return 2 * numel
+
+    def take(self, values: Tensor, _: int) -> Tensor:
+        """Values to a message, which leaves what it does not say."""
+        message = kernels.narrow(values, self.wire).view(torch.uint8)
+        self.decode(message, values, "subtract")
+        return message
 
     def decode(self, message: Tensor, out: Tensor, how: kernels.How = "write") -> None:
         """A message to values."""
-        expect_length(message, 2 * out.numel(), "16-bit values")
+        expect_length(message, self.length(out.numel()), "16-bit values")
         values = torch.empty_like(out)
         kernels.widen(values, message.view(self.wire))
         kernels.HOWS[how](out, values)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from syncline.codecs import entries, twins
 from syncline.codecs.entries import FORMS
-from syncline.codecs.twins import SCALE_BYTES, expect_length
+from syncline.codecs.twins import SCALE_BYTES, expect_length, scaled_bytes
 
 try:
     from syncline import _native as found
@@ -41,16 +41,18 @@ def runs_natively(*tensors: Tensor | None) -> bool:
     )
 
 
-def quantize(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Tensor:
-    """Block scales, then integers of 8 or 4 bits."""
+def take_quantized(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Tensor:
+    """Block scales, then integers of 8 or 4 bits; what they say is taken away from the values."""
     if not runs_natively(values, noise) or values.dtype != torch.float32:
-        return twins.quantize(values, block, bits, noise)
+        message = twins.quantize(values, block, bits, noise)
+        values.sub_(twins.dequantize(message, values.numel(), block, bits))
+        return message
     count = values.numel()
     head = -(-count // block) * SCALE_BYTES
-    message = torch.empty(head + (count * bits + 7) // 8, dtype=torch.uint8)
+    message = torch.empty(scaled_bytes(count, block, bits), dtype=torch.uint8)
     start = message.data_ptr()
     drawn = 0 if noise is None else noise.data_ptr()
-    native.quantize(start, start + head, values.data_ptr(), drawn, count, block, bits)  # type: ignore[union-attr]
+    native.take_quantized(start, start + head, values.data_ptr(), drawn, count, block, bits)  # type: ignore[union-attr]
     return message
 
 
@@ -61,7 +63,7 @@ def dequantize(message: Tensor, out: Tensor, block: int, bits: int, how: How = "
         HOWS[how](out, twins.dequantize(message, numel, block, bits))
         return
     head = -(-numel // block) * SCALE_BYTES
-    expect_length(message, head + (numel * bits + 7) // 8, "quantized values")
+    expect_length(message, scaled_bytes(numel, block, bits), "quantized values")
     start, code = message.data_ptr(), CODES[how]
     native.dequantize(out.data_ptr(), start, start + head, numel, block, bits, code)  # type: ignore[union-attr]
 
@@ -70,11 +72,24 @@ def pack_signs(values: Tensor, block: int) -> Tensor:
     """Mean magnitudes of blocks, then signs."""
     if not runs_natively(values) or values.dtype != torch.float32:
         return twins.pack_signs(values, block)
+    return signs_by(native.pack_signs, values, block)  # type: ignore[union-attr]
+
+
+def take_signs(values: Tensor, block: int) -> Tensor:
+    """The same; what they say is taken away from the values."""
+    if not runs_natively(values) or values.dtype != torch.float32:
+        message = twins.pack_signs(values, block)
+        values.sub_(twins.unpack_signs(message, values.numel(), block))
+        return message
+    return signs_by(native.take_signs, values, block)  # type: ignore[union-attr]
+
+
+def signs_by(kernel: Callable[[int, int, int, int, int], None], values: Tensor, block: int) -> Tensor:
+    """A message as a native kernel writes it."""
     count = values.numel()
-    head = -(-count // block) * SCALE_BYTES
-    message = torch.empty(head + (count + 7) // 8, dtype=torch.uint8)
+    message = torch.empty(scaled_bytes(count, block, 1), dtype=torch.uint8)
     start = message.data_ptr()
-    native.pack_signs(start, start + head, values.data_ptr(), count, block)  # type: ignore[union-attr]
+    kernel(start, start + -(-count // block) * SCALE_BYTES, values.data_ptr(), count, block)
     return message
 
 
@@ -85,7 +100,7 @@ def unpack_signs(message: Tensor, out: Tensor, block: int, how: How = "write") -
         HOWS[how](out, twins.unpack_signs(message, numel, block))
         return
     head = -(-numel // block) * SCALE_BYTES
-    expect_length(message, head + (numel + 7) // 8, "signs")
+    expect_length(message, scaled_bytes(numel, block, 1), "signs")
     start, code = message.data_ptr(), CODES[how]
     native.unpack_signs(out.data_ptr(), start, start + head, numel, block, code)  # type: ignore[union-attr]
 

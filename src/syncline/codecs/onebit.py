@@ -19,6 +19,7 @@ from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Place, State
 from syncline.codecs.conversation import Conversation, Exchange, Gather
 from syncline.codecs.slices import exchange_slices, slice_bounds
+from syncline.codecs.twins import scaled_bytes
 from syncline.errors import ConfigError, PairingError
 
 
@@ -43,11 +44,15 @@ class OneBit(Codec):
         """An exchange and a gather."""
         if self.vote:
             return (yield from self.count_votes(values, place))
-        return (yield from exchange_slices(values, place, self.block, self.encode, self.decode))
+        return (yield from exchange_slices(values, place, self.block, self.take, self.decode, self.length))
 
-    def encode(self, values: Tensor, _: int) -> Tensor:
-        """Values to a message."""
-        return kernels.pack_signs(values, self.block)
+    def length(self, numel: int) -> int:
+        """Of a message, in bytes."""
+        return scaled_bytes(numel, self.block, bits=1)
+
+    def take(self, values: Tensor, _: int) -> Tensor:
+        """Values to a message, which leaves what it does not say."""
+        return kernels.take_signs(values, self.block)
 
     def decode(self, message: Tensor, out: Tensor, how: kernels.How = "write") -> None:
         """A message to values."""

@@ -19,6 +19,7 @@ from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Place, State
 from syncline.codecs.conversation import Conversation
 from syncline.codecs.slices import exchange_slices
+from syncline.codecs.twins import scaled_bytes
 from syncline.errors import ConfigError, UnknownName
 
 ROUNDINGS = ("nearest", "stochastic")
@@ -42,15 +43,19 @@ class Int8(Codec):
 
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
         """An exchange and a gather."""
-        encode = partial(self.encode, place=place)
-        return (yield from exchange_slices(values, place, self.block, encode, self.decode))
+        take = partial(self.take, place=place)
+        return (yield from exchange_slices(values, place, self.block, take, self.decode, self.length))
 
-    def encode(self, values: Tensor, use: int, place: Place) -> Tensor:
-        """Values to a message."""
+    def length(self, numel: int) -> int:
+        """Of a message, in bytes."""
+        return scaled_bytes(numel, self.block, self.bits)
+
+    def take(self, values: Tensor, use: int, place: Place) -> Tensor:
+        """Values to a message, which leaves what it does not say."""
         noise = None
         if self.rounding == "stochastic":
             noise = torch.rand(values.numel(), generator=place.generator(values.device, place.rank, use))
-        return kernels.quantize(values, self.block, self.bits, noise)
+        return kernels.take_quantized(values, self.block, self.bits, noise)
 
     def decode(self, message: Tensor, out: Tensor, how: kernels.How = "write") -> None:
         """A message to values."""

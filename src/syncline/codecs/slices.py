@@ -1,8 +1,9 @@
 """One-shot exchange: every rank owns a slice, hears it from all, adds in fp32, and tells the result to all.
 
-Whatever the number of ranks, a value is coded twice: by its sender, and by the owner of its slice. What the owner's
-coding loses is lost for all, so with error feedback the owner keeps it W times: it comes back W times in the sum that
-is then divided by W.
+Whatever the number of ranks, a value is coded twice: by its sender, and by the owner of its slice. The owner says
+nothing to itself, so its own values are in the sum as they are. What its coding of the mean loses is lost for all, so
+with error feedback it keeps that W times: it is in the next sum as it is, which is then divided by W. So both errors
+come back where they were made, the sender's to what is sent next, and the owner's to the next mean.
 """
 
 from __future__ import annotations
@@ -17,26 +18,28 @@ from syncline.codecs.codec import Place
 from syncline.codecs.conversation import Conversation, Exchange, Gather
 from syncline.codecs.kernels import How
 
-Encode = Callable[[Tensor, int], Tensor]  # values, and a number that differs for every use in a step
+Take = Callable[
+    [Tensor, int], Tensor
+]  # values, from which what the message says is taken away, and a number for its use
 Decode = Callable[[Tensor, Tensor, How], None]  # a message, where its values belong, and what to do there
+Length = Callable[[int], int]  # bytes of a message of so many values
 
 
-def exchange_slices(values: Tensor, place: Place, block: int, encode: Encode, decode: Decode) -> Conversation:
+def exchange_slices(
+    values: Tensor, place: Place, block: int, take: Take, decode: Decode, length: Length
+) -> Conversation:
     """Talk about `values`; slices are cut at multiples of a block."""
     bounds = slice_bounds(values.numel(), place.world, block)
     pieces = [values[lo:hi] for lo, hi in itertools.pairwise(bounds)]
-    parts = [encode(piece, owner) for owner, piece in enumerate(pieces)]
-    for piece, part in zip(pieces, parts, strict=True):
-        decode(part, piece, "subtract")
-    heard = yield Exchange(parts)
     own = pieces[place.rank]
-    total = torch.empty_like(own)
-    for number, message in enumerate(heard):
-        decode(message, total, "add" if number else "write")
-    total /= place.world
-    result = encode(total, place.world)
-    decode(result, total, "subtract")
-    own.add_(total, alpha=place.world)
+    unsaid = torch.empty(length(own.numel()), dtype=torch.uint8, device=values.device)
+    heard = yield Exchange([unsaid if piece is own else take(piece, owner) for owner, piece in enumerate(pieces)])
+    for rank, message in enumerate(heard):
+        if rank != place.rank:
+            decode(message, own, "add")
+    own /= place.world
+    result = take(own, place.world)
+    own *= place.world
     results = yield Gather(result)
 
     def write(out: Tensor) -> None:

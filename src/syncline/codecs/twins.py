@@ -13,6 +13,11 @@ from syncline.errors import CorruptMessage
 SCALE_BYTES = 4
 
 
+def scaled_bytes(numel: int, block: int, bits: int) -> int:
+    """Of a message of block scales, then so many bits a value."""
+    return -(-numel // block) * SCALE_BYTES + (numel * bits + 7) // 8
+
+
 def quantize(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Tensor:
     """Block scales, then integers of 8 or 4 bits; `noise` in [0, 1) rounds at random."""
     levels = 2 ** (bits - 1) - 1
@@ -28,7 +33,7 @@ def quantize(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Ten
 def dequantize(message: Tensor, numel: int, block: int, bits: int) -> Tensor:
     """The values of a message."""
     blocks = -(-numel // block)
-    expect_length(message, blocks * SCALE_BYTES + (numel * bits + 7) // 8, "quantized values")
+    expect_length(message, scaled_bytes(numel, block, bits), "quantized values")
     scales = message[: blocks * SCALE_BYTES].clone().view(torch.float32)
     body = message[blocks * SCALE_BYTES :]
     codes = unpack_nibbles(body, numel) if bits == 4 else body.view(torch.int8)
@@ -60,7 +65,7 @@ def pack_signs(values: Tensor, block: int) -> Tensor:
 def unpack_signs(message: Tensor, numel: int, block: int) -> Tensor:
     """Plus or minus the magnitude of the block."""
     blocks = -(-numel // block)
-    expect_length(message, blocks * SCALE_BYTES + (numel + 7) // 8, "signs")
+    expect_length(message, scaled_bytes(numel, block, 1), "signs")
     scales = message[: blocks * SCALE_BYTES].clone().view(torch.float32)
     signs = unpack_bits(message[blocks * SCALE_BYTES :], numel).to(torch.float32) * 2 - 1
     return (padded(signs, block).view(-1, block) * scales.unsqueeze(1)).view(-1)[:numel]
