@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.codec_cases import flat_parts
 
+from support.codec_cases import flat_parts
 from syncline.codecs.codec import Place
 from syncline.codecs.conversation import talk
 from syncline.codecs.registry import codec_of
