@@ -36,6 +36,20 @@ def test_what_is_put_is_the_gradient_divided(layout: str, dtype: torch.dtype, di
         assert torch.equal(plain, value / divisor)
 
 
+@pytest.mark.parametrize("divisor", [1, 2])
+def test_a_gradient_of_another_shape_is_refused_and_nothing_is_written(divisor: int) -> None:
+    memory = torch.zeros(800, 100)
+    with pytest.raises(RuntimeError):
+        put([torch.ones(400, 100)], [memory[:200]], divisor)
+    assert not memory.any()
+
+
+def test_a_gradient_without_memory_counts_as_zeros() -> None:
+    view = torch.ones(200, 100)
+    put([torch._efficientzerotensor((200, 100))], [view], 1)
+    assert not view.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("start", [0, 1, 5, 15, 16, 33])
 @pytest.mark.parametrize("more", [0, 1, 15, 40])

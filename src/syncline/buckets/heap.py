@@ -2,7 +2,7 @@
 
 glibc gives large blocks back to the system, so that every page of the next gradient is a page fault; together they can
 take longer than the copy into the bucket. How much it keeps it learns from what is freed, and so depends on what the
-process did before. Here it is told to keep as much as it would ever learn to.
+process did before. Here it is told to keep blocks as large, and as much at the end of a heap, as it would ever learn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ M_MMAP_THRESHOLD = -3
 
 KEPT_ANYWAY = 128 << 10  # bytes of a block that nothing has to be said for
 LARGEST_KEPT = 32 << 20  # bytes of a block
-MOST_KEPT = 64 << 20  # bytes in all, at the end of the heap
+MOST_KEPT = 64 << 20  # bytes at the end of a heap
 CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 

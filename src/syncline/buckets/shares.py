@@ -1,7 +1,7 @@
 """Gradients on their way into a bucket, divided by the number of ranks where an engine only adds.
 
-They are written past the cache: it is a while until they are read, and then by another core. Where they are divided,
-one pass copies, divides and sees whether all is finite, so that nothing is left to do when the sum has come.
+Large ones are written past the cache: it is a while until they are read, and then by another core. Where they are
+divided, one pass copies, divides and sees whether all is finite, so that nothing is left to do when the sum has come.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def have_one_layout(gradient: Tensor, view: Tensor) -> bool:
         gradient.device.type == "cpu"
         and gradient.layout == torch.strided
         and gradient.dtype == view.dtype
+        and gradient.shape == view.shape
         and gradient.stride() == view.stride()
         and not gradient.is_neg()  # of which memory has the opposite
+        and not gradient._is_zerotensor()  # which has no memory
     )

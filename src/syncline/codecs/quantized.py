@@ -54,7 +54,8 @@ class Int8(Codec):
         """Values to a message, which leaves what it does not say."""
         noise = None
         if self.rounding == "stochastic":
-            noise = torch.rand(values.numel(), generator=place.generator(values.device, place.rank, use))
+            generator = place.generator(values.device, place.rank, use)
+            noise = torch.rand(values.numel(), generator=generator, dtype=torch.float32, device=values.device)
         return kernels.take_quantized(values, self.block, self.bits, noise)
 
     def decode(self, message: Tensor, out: Tensor, how: kernels.How = "write") -> None:

@@ -1,9 +1,9 @@
 """One-shot exchange: every rank owns a slice, hears it from all, adds in fp32, and tells the result to all.
 
-Whatever the number of ranks, a value is coded twice: by its sender, and by the owner of its slice. The owner says
-nothing to itself, so its own values are in the sum as they are. What its coding of the mean loses is lost for all, so
-with error feedback it keeps that W times: it is in the next sum as it is, which is then divided by W. So both errors
-come back where they were made, the sender's to what is sent next, and the owner's to the next mean.
+Whatever the number of ranks, a value is coded at most twice: by its sender, and in the mean by the owner of its slice.
+The owner says nothing to itself, so its own values are in the sum as they are. What its coding of the mean loses is
+lost for all, so with error feedback it keeps that W times: it is in the next sum as it is, which is then divided by W.
+So both errors come back where they were made, the sender's to what is sent next, and the owner's to the next mean.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A worker has nobody to average with: it speaks, answers itself, and what it said is sent to a server. There the same
 conversation is held about zeros, and is given what the worker said for answers, so its decoder writes what the worker
-meant. Whatever follows an exchange is made of answers alone; the listener says it to himself, and it is not sent.
+meant. An exchange has nothing for others in a world of one, so it is not sent; what follows it is, and has one length.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ DTYPES = (
 def speak(conversation: Conversation) -> tuple[list[Tensor], Decoder]:
     """What is to be sent, and what writes what was meant by it."""
     said: list[Tensor] = []
-    question, derived = next(conversation, None), False
+    question = next(conversation, None)
     while question is not None:
-        if not derived:
+        if not isinstance(question, Exchange):
             said.append(what_is_said(question).detach().clone())
-        derived = derived or isinstance(question, Exchange)
         try:
             question = conversation.send(answer(question, what_is_said(question)))
         except StopIteration as end:
@@ -47,15 +46,17 @@ def speak(conversation: Conversation) -> tuple[list[Tensor], Decoder]:
 def listen(conversation: Conversation, said: Sequence[Tensor]) -> Decoder:
     """The decoder of what somebody said."""
     left = list(said)
-    question, derived = next(conversation, None), False
+    question, exchanged = next(conversation, None), False
     while question is not None:
         own = what_is_said(question)
-        if not derived and not left:
+        if isinstance(question, Exchange):
+            heard, exchanged = own, True
+        elif left:
+            heard = left.pop(0)
+        else:
             raise CorruptMessage(f"{len(said)} messages are fewer than the codec asks for")
-        heard = own if derived else left.pop(0)
-        if isinstance(question, Mean) and heard.numel() != own.numel():
+        if (exchanged or isinstance(question, Mean)) and heard.numel() != own.numel():
             raise CorruptMessage(f"{heard.numel()} elements came where {own.numel()} were expected")
-        derived = derived or isinstance(question, Exchange)
         try:
             question = conversation.send(answer(question, heard))
         except StopIteration as end:
