@@ -175,7 +175,7 @@ def test_more_fragments_than_parameters_are_refused() -> None:
 # Closed forms
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "largest"), [("sync", 2.0), ("delayed", 1.0)])
 def test_the_largest_stable_learning_rate_is_the_one_of_its_delay(mode: str, largest: float) -> None:
     """x' = x - rate * x of t steps ago is stable up to 2 sin(pi / (2 (2 t + 1)))."""
@@ -338,7 +338,7 @@ def assert_alike_when_due(ranks: list[list[Tensor]], alike_every: int) -> None:
                 assert not same_bits(ranks[0][step - 1], other[step - 1]), step
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.mode} {case.codec}")
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_ranks_have_the_same_bits_when_they_have_met(case: Case, world: int) -> None:

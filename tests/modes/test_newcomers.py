@@ -100,7 +100,7 @@ def test_one_that_dies_too_often_is_a_failure_and_the_others_have_results(tmp_pa
     assert set(failed.value.results) == {0, 1}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("moment", ["knocking", "known", "entered", "reading"])
 @on_processes
 def test_a_newcomer_that_dies_while_it_enters_is_not_missed_and_the_next_one_comes(
