@@ -319,3 +319,8 @@ def train_until_one_is_killed(
         ending = Ending(type(error).__name__, culprit, str(error), time.monotonic() - began)
     report_and_stay(fabric, folder)
     return ending
+
+
+def assert_paths(actual: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    """Equal to rounding."""
+    torch.testing.assert_close(torch.stack(actual), torch.stack(expected), rtol=tolerance, atol=tolerance)
