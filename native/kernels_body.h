@@ -270,17 +270,11 @@ bool divide(void* out, const void* in, size_t count, DataType dtype, int divisor
   }
 }
 
-// Elements from `data` on up to the next cache line.
-template <class T>
-size_t up_to_line(const T* data) {
-  return -(reinterpret_cast<uintptr_t>(data) / sizeof(T)) % (line_bytes / sizeof(T));
-}
-
 void stream(void* out, const void* in, size_t bytes) {
   auto* to = static_cast<uint8_t*>(out);
   const auto* from = static_cast<const uint8_t*>(in);
-  const size_t before = up_to_line(to);
-  size_t i = before < bytes ? before : bytes;
+  const size_t before_line = up_to_line(to);
+  size_t i = before_line < bytes ? before_line : bytes;
   std::memcpy(to, from, i);
   for (; i + line_bytes <= bytes; i += line_bytes) stream_line(to + i, from + i);
   std::memcpy(to + i, from + i, bytes - i);
@@ -298,8 +292,8 @@ bool divide_tiles_past_cache(T* out, const T* in, size_t count, int divisor) {
   alignas(line_bytes) T quotients[tile];
   bool finite = true;
   for (size_t at = 0, now; at < count; at += now) {
-    const size_t before = up_to_line(out + at);
-    now = before ? before : tile;
+    const size_t before_line = up_to_line(out + at);
+    now = before_line ? before_line : tile;
     if (now > count - at) now = count - at;
     divide_all(quotients, in + at, now, divisor);
     finite &= are_finite(quotients, now);

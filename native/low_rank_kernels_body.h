@@ -178,7 +178,7 @@ void subtract_product(float* matrix, MatrixSize size, const float* left, const f
 // A row at a time, because rows differ in where their cache lines begin; whole lines, because those are streamed best.
 template <class Factors, class Put>
 void write_row(float* out, MatrixSize size, const float* left, const float* right, Factors factors, const Put& put) {
-  const size_t before_line = -(reinterpret_cast<uintptr_t>(out) / sizeof(float)) % line;
+  const size_t before_line = up_to_line(out);
   const size_t head = before_line < size.columns ? before_line : size.columns;
   for (size_t i = 0; i < head; ++i) out[i] = product_at(left, right + i, size, factors);
   size_t i = head;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -13,6 +14,12 @@ namespace SYNCLINE_KERNELS {
 namespace {
 
 constexpr size_t line_bytes = 64;
+
+// Elements from `data` on up to where a cache line begins.
+template <class T>
+size_t up_to_line(const T* data) {
+  return -(reinterpret_cast<uintptr_t>(data) / sizeof(T)) % (line_bytes / sizeof(T));
+}
 
 // A cache line, to where one begins. What was streamed is seen by others after `finish_streaming`.
 inline void stream_line(void* to, const void* from) {

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from syncline.buckets.shares import SMALL_BYTES, put
+from syncline.buckets.placing import SMALL_BYTES, put
 from syncline.fabric.base import Fabric
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import syncline
-from syncline.buckets.shares import SMALL_BYTES, put, put_plainly
+from syncline.buckets.placing import SMALL_BYTES, put, put_plainly
 
 LAYOUTS = {
     "contiguous": lambda values: values,
