@@ -12,7 +12,6 @@ import os
 from contextlib import suppress
 
 # <malloc.h>
-M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
 
@@ -29,5 +28,4 @@ def keep_freed_memory(largest: int) -> None:
     with suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-        mallopt(M_TRIM_THRESHOLD, MOST_KEPT)
         mallopt(M_TOP_PAD, MOST_KEPT)
