@@ -42,7 +42,7 @@ struct Shared {
 };
 
 Shared* shared_page() {
-  void* page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* page = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   return new (page) Shared();
 }
 
@@ -66,10 +66,16 @@ void survive(Group& group, Work work, const Fault& fault, const Shared& shared) 
   CHECK(late < deadline_s + 1, "%f s", late);
 }
 
-void strike(Work work, const Fault& fault) {
+struct Struck {
+  Fault fault;
+  Shared* shared;
+  std::vector<pid_t> children;
+};
+
+Struck strike(Work work, const Fault& fault) {
   Shared* shared = shared_page();
   const Place place = Place::fresh();
-  const auto children = start_processes(world, [&](int rank) {
+  auto children = start_processes(world, [&](int rank) {
     Settings settings = quick_settings();
     settings.deadline_s = deadline_s;
     int seen = 0;
@@ -83,21 +89,33 @@ void strike(Work work, const Fault& fault) {
     Group group(place.address, rank, world, place.nonce, settings);
     survive(group, work, fault, *shared);
   });
-  for (int rank = 0; rank < world; ++rank) {
-    if (rank == fault.victim) continue;
-    const int status = wait_processes({children[rank]}, 20)[0];
-    CHECK(status == 0, "work %d, victim %d, signal %d, phase %d, rank %d", int(work), fault.victim, fault.signal, int(fault.phase), rank);
-  }
-  kill(children[fault.victim], SIGKILL);
-  wait_processes({children[fault.victim]});
-  munmap(shared, 4096);
+  return {fault, shared, std::move(children)};
+}
+
+// Whether all survivors were told of the right rank in time.
+bool survived(const Struck& struck) {
+  int good = 0;
+  for (int rank = 0; rank < world; ++rank)
+    if (rank != struck.fault.victim) good += wait_processes({struck.children[rank]}, 20)[0] == 0;
+  const pid_t victim = struck.children[struck.fault.victim];
+  kill(victim, SIGKILL);
+  wait_processes({victim});
+  munmap(struck.shared, sizeof(Shared));
+  return good == world - 1;
 }
 
 void strike_everywhere(Work work, const std::vector<Phase>& phases) {
   if (under_thread_sanitizer) return;
   for (const Phase phase : phases)
-    for (const int signal : {SIGKILL, SIGSTOP})
-      for (int victim = 0; victim < world; ++victim) strike(work, {victim, signal, phase, signal == SIGKILL ? 1 : 3});
+    for (const int signal : {SIGKILL, SIGSTOP}) {
+      std::vector<Struck> groups;  // side by side, because they mostly wait
+      for (int victim = 0; victim < world; ++victim)
+        groups.push_back(strike(work, {victim, signal, phase, signal == SIGKILL ? 1 : 3}));
+      std::string bad;
+      for (const Struck& struck : groups)
+        if (!survived(struck)) bad.append(std::to_string(struck.fault.victim)).append(" ");
+      CHECK(bad.empty(), "work %d, signal %d, phase %d, victims %s", int(work), signal, int(phase), bad.c_str());
+    }
 }
 
 int files_in_shared_memory() {
