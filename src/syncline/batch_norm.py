@@ -17,13 +17,27 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncline.current import resolve
+from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
+
+
+class Connection:
+    """Of a layer to the other ranks. Copies of the layer share it; a layer that comes from a file has none."""
+
+    def __init__(self, fabric: Fabric | None = None) -> None:
+        self.fabric = fabric
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[Connection], tuple[()]]:
+        return Connection, ()
 
 
 class SyncBatchNorm(_BatchNorm):
     """Normalizes with the mean and variance of the batches of all ranks, which may differ in size."""
 
-    fabric: Fabric
+    connection: Connection
 
     @classmethod
     def of(cls, other: _BatchNorm, fabric: Fabric) -> Self:
@@ -33,7 +47,7 @@ class SyncBatchNorm(_BatchNorm):
         made.running_mean, made.running_var = other.running_mean, other.running_var
         made.num_batches_tracked = other.num_batches_tracked
         made.training = other.training
-        made.fabric = fabric
+        made.connection = Connection(fabric)
         return made
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -44,12 +58,17 @@ class SyncBatchNorm(_BatchNorm):
         """(batch, channels, ...) to the same."""
         self._check_input_dim(input)
         uses_batch = self.training or self.running_mean is None
-        if not uses_batch or self.fabric.world == 1 or not self.training:
+        if not self.training:
             return self._alone(input, uses_batch)
-        mean, variance, count = statistics_of_all(input, self.fabric)
+        fabric = self.connection.fabric
+        if fabric is None:
+            raise ConfigError("this batch normalization comes from a file; train with convert_batch_norm(model)")
+        if fabric.world == 1:
+            return self._alone(input, uses_batch)
+        mean, variance, count = statistics_of_all(input, fabric)
         self._track(mean, variance, count)
         normalized: Tensor = Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, (variance + self.eps).rsqrt(), count, self.fabric
+            input, self.weight, self.bias, mean, (variance + self.eps).rsqrt(), count, fabric
         )
         return normalized
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.buckets.parameters import check_parameters, parameters_of
+from syncline.buckets.backward import current_pass
+from syncline.buckets.parameters import Claim, check_parameters, parameters_of
 from syncline.buckets.reducer import Reducer
 from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of, text_of_codec
@@ -74,6 +75,10 @@ class Sync:
     ) -> None:
         if collective not in ("auto", "engine"):
             algorithm(collective)  # a name that is unknown is refused here
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"{type(model).__name__} is not a torch.nn.Module; put several models in an nn.ModuleList"
+            )
         self.model = model
         self.optimizers = list_optimizers(optimizer)
         self.scaler = scaler  # what is kept by error feedback follows its scale
@@ -102,8 +107,10 @@ class Sync:
         check_parameters(model, named, given.device)
         self.fabric: Fabric | None = None
         self.driver: Driver | None = None
+        self._claim = Claim()
         if given.world >= (self.least_world or self.settings.mode.least_world):
-            self.driver = self._join_others(given)
+            with self._claim.of(named):
+                self.driver = self._join_others(given)
             self.driver.new_gradients = self.stepped.clear
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
         self._hooks += [optimizer.register_step_post_hook(self._after_step) for optimizer in self.optimizers]
@@ -236,6 +243,7 @@ class Sync:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._claim.release()
         self.withheld.give_back()
         if self.driver is not None and self.fabric is not None:
             self.driver.close()
@@ -243,8 +251,30 @@ class Sync:
 
     # What happens by itself
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Nothing but synchronized, finite gradients reach the optimizer."""
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Nothing but synchronized, finite gradients reach the optimizer; those of a closure, when it has made them."""
+        if current_pass() >= 0:
+            raise ConfigError(
+                "optimizer.step() was called in the middle of backward(), where gradients are not yet means over "
+                "ranks; call it when backward() has returned"
+            )
+        (_, *given), named = args, dict(kwargs)
+        closure = given[0] if given else named.get("closure")
+        if closure is None:
+            self._prepare_step(optimizer)
+            return None
+
+        def judged() -> Any:
+            self.withheld.give_back()
+            loss = closure()
+            with torch.no_grad():
+                self._prepare_step(optimizer)
+            return loss
+
+        return (args[0], judged, *given[1:]) if given else args, named if given else named | {"closure": judged}
+
+    def _prepare_step(self, optimizer: Optimizer) -> None:
+        """Make gradients what the optimizer should see, or withhold them."""
         if optimizer in self.stepped or not self.stepped:
             self.stepped.clear()
             problem = self.driver.before_round() if self.driver is not None else ""
@@ -280,6 +310,8 @@ def find_fabric(fabric: Fabric | str) -> Fabric:
 def list_optimizers(given: object) -> list[Optimizer]:
     """One or several; anything else is refused."""
     several: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    if not several:
+        raise ConfigError("no optimizer was given, so nobody would step with the gradients")
     for one in several:
         if not isinstance(one, Optimizer):
             raise ConfigError(f"{type(one).__name__} is not a torch.optim.Optimizer, so its step cannot be watched")

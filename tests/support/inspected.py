@@ -72,18 +72,20 @@ def memory_of_gradients(fabric: syncline.Fabric, name: str) -> tuple[int, int, i
     return len(gradients), len(storages), len(run.sync.buckets)
 
 
-def gradients_between(fabric: syncline.Fabric, name: str) -> list[list[Tensor | None]]:
+def gradients_between(fabric: syncline.Fabric, name: str) -> list[dict[str, Tensor]]:
     """What clipping sees: the gradients after each backward pass, before the step."""
     run = SyncRun(SCENARIOS[name], fabric)
     return local_gradients(run)
 
 
-def local_gradients(run: Run) -> list[list[Tensor | None]]:
+def local_gradients(run: Run) -> list[dict[str, Tensor]]:
+    """Of each step, those that are there."""
     seen = []
     for step in range(STEPS):
         run.zero_grad()
         run.backward(step)
-        seen.append([None if p.grad is None else p.grad.to_dense().clone() for p in run.model.parameters()])
+        named = run.model.named_parameters()
+        seen.append({name: p.grad.to_dense().clone() for name, p in named if p.grad is not None})
         run.step()
     return seen
 

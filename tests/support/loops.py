@@ -130,6 +130,28 @@ def scaled(run: Run) -> None:
         run.noted.append(scaler.get_scale())
 
 
+def with_gradients_moved(run: Run) -> None:
+    """`grad.data = ...` moves the tensor that a gradient is; so does a change of layout, or of type and back."""
+    for step in range(STEPS):
+        run.zero_grad()
+        run.backward(step)
+        if step == 1:
+            for parameter in run.model.parameters():
+                parameter.grad.data = parameter.grad.data * 0.5
+        if step == 2:
+            run.model.float().double()
+        run.step()
+
+
+def laid_out_anew(run: Run) -> None:
+    for step in range(STEPS):
+        run.zero_grad()
+        run.backward(step)
+        run.step()
+        if step == 1:
+            run.model.to(memory_format=torch.channels_last)
+
+
 def scheduled(run: Run) -> None:
     scheduler = StepLR(run.optimizer, step_size=2, gamma=0.3)
     for step in range(STEPS):

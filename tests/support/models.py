@@ -39,15 +39,18 @@ class MixedTypes(nn.Module):
         self.gain = nn.Parameter(torch.ones(OUTPUTS, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.gain * (self.single(x.float()).double() + self.brain(x.bfloat16()).double() + self.wide(x))
+        """Three answers that have nothing to do with each other, so that the exact one is exact."""
+        return torch.stack(
+            [self.single(x.float()).double(), self.brain(x.bfloat16()).double(), self.gain * self.wide(x)]
+        )
 
 
 class Tied(nn.Module):
     """The same matrix turns words into vectors and vectors into words."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool = False) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, HIDDEN, dtype=torch.float64)
+        self.words = nn.Embedding(WORDS, HIDDEN, sparse=sparse, dtype=torch.float64)
         self.body = nn.Linear(HIDDEN, HIDDEN, dtype=torch.float64)
         self.scores = nn.Linear(HIDDEN, WORDS, dtype=torch.float64)
         self.scores.weight = self.words.weight
@@ -99,7 +102,7 @@ class OddLayouts(nn.Module):
         return torch.einsum("rh,hko->ro", hidden, self.permuted) + self.single + self.empty.sum()
 
 
-def convolutions() -> nn.Module:
+def convolutions(layout: torch.memory_format = torch.channels_last) -> nn.Module:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1, dtype=torch.float64),
         nn.ReLU(),
@@ -107,7 +110,7 @@ def convolutions() -> nn.Module:
         nn.Flatten(),
         nn.Linear(4 * 3 * 3, OUTPUTS, dtype=torch.float64),
     )
-    return model.to(memory_format=torch.channels_last)
+    return model.to(memory_format=layout)
 
 
 def normalized() -> nn.Module:

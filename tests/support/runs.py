@@ -63,7 +63,7 @@ class Run:
         return loss.detach()
 
     def note_absent_gradients(self) -> None:
-        self.noted.append([name for name, p in self.model.named_parameters() if p.grad is None])
+        self.noted.append([name for name, p in clean(self.model.named_parameters()) if p.grad is None])
 
     def result(self) -> Result:
         return Result(
@@ -121,7 +121,11 @@ class DdpRun(Run):
         for name in scenario.parts:
             setattr(self.model, name, DistributedDataParallel(self.model.get_submodule(name), **options))
         if not scenario.parts:
-            self.callable = DistributedDataParallel(self.model, **options)
+            self.callable = DistributedDataParallel(scenario.compile(self.model)[0], **options)
+        self.fabric = fabric
+
+    def mean(self, loss: Tensor) -> Tensor:
+        return self.fabric.all_reduce(loss.detach().clone(), op="mean")
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.callable.no_sync()

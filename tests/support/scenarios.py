@@ -22,6 +22,7 @@ from support.loops import (
     clipped_after_no_sync,
     clipped_after_waiting,
     copied_and_saved,
+    laid_out_anew,
     no_sync_at_the_end,
     noting_strides,
     one_after_the_other,
@@ -36,6 +37,7 @@ from support.loops import (
     unfrozen_later,
     with_closures,
     with_eval_between,
+    with_gradients_moved,
     zeroed_in_place,
     zeroed_now_and_then,
 )
@@ -146,9 +148,7 @@ SCENARIOS: dict[str, Scenario] = {
     "clipped after no_sync": Scenario(loop=clipped_after_no_sync, ddp=None),
     "clipped after waiting": Scenario(loop=clipped_after_waiting, ddp=None),
     "GradScaler": Scenario(loop=scaled, loss=infinite_once),
-    "GradScaler, fused": Scenario(
-        loop=scaled, loss=infinite_once, optimizers=one(AdamW, lr=0.02, fused=True), ddp=None
-    ),
+    "GradScaler, fused": Scenario(loop=scaled, loss=infinite_once, optimizers=one(AdamW, lr=0.02, fused=True)),
     "autocast": Scenario(model=partial(mlp, torch.float32), loss=squared_under_autocast, tolerance=2e-3),
     "AdamW, fused": Scenario(optimizers=one(AdamW, lr=0.02, fused=True)),
     "AdamW, foreach": Scenario(optimizers=one(AdamW, lr=0.02, foreach=True)),
@@ -158,9 +158,18 @@ SCENARIOS: dict[str, Scenario] = {
     "SGD, for loop": Scenario(optimizers=one(SGD, lr=0.2, momentum=0.9, foreach=False)),
     "scheduled": Scenario(loop=scheduled),
     "parameter groups": Scenario(optimizers=two_groups),
-    "single precision": Scenario(model=partial(mlp, torch.float32), loss=squared_in_single, tolerance=1e-5),
-    "mixed types": Scenario(model=MixedTypes, optimizers=one(SGD, lr=0.02), tolerance=1e-2),
+    "single precision": Scenario(model=partial(mlp, torch.float32), loss=squared_in_single),
+    "mixed types": Scenario(model=MixedTypes, optimizers=one(SGD, lr=0.3)),
     "tied weights": Scenario(model=Tied, loss=next_word),
+    "tied weights, sparse": Scenario(model=partial(Tied, sparse=True), loss=next_word, optimizers=ADAM, ddp=None),
+    "gradients moved": Scenario(loop=with_gradients_moved, ddp=None),
+    "laid out anew": Scenario(
+        loop=laid_out_anew,
+        model=partial(convolutions, torch.contiguous_format),
+        loss=squared_of_images,
+        optimizers=one(SGD, lr=0.02),
+        ddp=None,
+    ),
     "unfrozen later": Scenario(loop=unfrozen_later, model=frozen_below, optimizers=ADAM, ddp=None),
     "frozen for others": Scenario(loop=swapped, model=frozen_below, ddp=None),
     "branches": Scenario(model=Branches, loss=of_branches, optimizers=ADAM, ddp=ANY_GRAPH),
@@ -174,9 +183,9 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "branches, no_sync": Scenario(loop=no_sync_at_the_end, model=Branches, loss=of_branches, optimizers=ADAM, ddp=None),
     "sparse, several backwards": Scenario(
-        loop=several_backwards, model=Words, loss=squared_of_words, optimizers=one(SGD, lr=0.2), ddp=None
+        loop=several_backwards, model=Words, loss=squared_of_words, optimizers=one(SGD, lr=0.2)
     ),
-    "gradient penalty": Scenario(loss=with_gradient_penalty, ddp=None),
+    "gradient penalty": Scenario(loss=with_gradient_penalty),
     "graph used twice": Scenario(loop=twice_through_the_graph, ddp=None),
     "sparse, SGD": Scenario(model=Words, loss=squared_of_words, optimizers=one(SGD, lr=0.2)),
     "sparse, SparseAdam": Scenario(model=Words, loss=squared_of_words, optimizers=sparse_and_dense),
@@ -189,20 +198,20 @@ SCENARIOS: dict[str, Scenario] = {
     "checkpoint": Scenario(model=partial(Checkpointed, False), loss=squared_of_a_leaf, ddp=STATIC_GRAPH),
     "adversaries": Scenario(loop=adversaries, model=Pair, optimizers=of_parts, parts=("generator", "critic")),
     "two models, one optimizer": Scenario(
-        model=Pair, loss=one_after_the_other, optimizers=ADAM, parts=("generator", "critic"), ddp=None
+        model=Pair, loss=one_after_the_other, optimizers=ADAM, parts=("generator", "critic")
     ),
     "eval between": Scenario(loop=with_eval_between, model=normalized),
     "used backwards": Scenario(model=UsedBackwards),
     "copied and saved": Scenario(loop=copied_and_saved, optimizers=ADAM),
-    "LBFGS": Scenario(loop=with_closures, optimizers=one(LBFGS, lr=0.1, max_iter=4), ddp=None, tolerance=1e-8),
+    "LBFGS": Scenario(loop=with_closures, optimizers=one(LBFGS, lr=0.1, max_iter=4), tolerance=1e-8),
     "LBFGS with a line search": Scenario(
-        loop=with_closures, optimizers=one(LBFGS, max_iter=4, line_search_fn="strong_wolfe"), ddp=None, tolerance=1e-8
+        loop=with_closures, optimizers=one(LBFGS, max_iter=4, line_search_fn="strong_wolfe"), tolerance=1e-8
     ),
     "compared every step": Scenario(settings={"check_every": 1}, optimizers=ADAM),
 }
 COMPILED: dict[str, Scenario] = {
-    "compiled after": Scenario(compile=compiled_after, ddp=None),
-    "compiled before": Scenario(compile=compiled_before, ddp=None),
+    "compiled after": Scenario(compile=compiled_after),
+    "compiled before": Scenario(compile=compiled_before),
 }
 
 
@@ -225,7 +234,7 @@ def train_all(fabric: syncline.Fabric, names: Sequence[str]) -> dict[str, Result
 def train_all_with_ddp(fabric: syncline.Fabric, names: Sequence[str]) -> dict[str, Result]:
     results = {}
     for name in names:
-        run = DdpRun(SCENARIOS[name], fabric)
+        run = DdpRun({**SCENARIOS, **COMPILED}[name], fabric)
         run.scenario.loop(run)
         results[name] = run.result()
     return results

@@ -10,6 +10,8 @@ from torch import Tensor
 from support.references import same_bits
 from support.runs import Result
 
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
 
 def assert_replicas(ranks: Sequence[Result], buffers: bool = True) -> None:
     """All ranks have the same bits, and have seen the same."""
@@ -21,4 +23,10 @@ def assert_replicas(ranks: Sequence[Result], buffers: bool = True) -> None:
 
 
 def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    """To this tolerance, or to what training in less than double precision comes to."""
+    assert actual.keys() == expected.keys()
+    for name, one in actual.items():
+        widest = max(tolerance, ROUNDING.get(one.dtype, 0.0))
+        torch.testing.assert_close(
+            one, expected[name], rtol=widest, atol=widest, msg=lambda text, n=name: f"{n}: {text}"
+        )

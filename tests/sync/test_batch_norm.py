@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -43,6 +44,27 @@ def results(normalize: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     found = {"output": output.detach(), "input": x.grad}
     found |= {name: parameter.grad for name, parameter in normalize.named_parameters()}
     return found | dict(normalize.named_buffers())
+
+
+def copy_and_save(fabric: syncline.Fabric) -> tuple[Tensor, Tensor, str]:
+    """What a layer, its copy and one from a file make of the same batch."""
+    made = syncline.convert_batch_norm(layer())
+    copied = copy.deepcopy(made)
+    file = io.BytesIO()
+    torch.save(made, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    batch = batch_of(fabric.rank, (4, 5))
+    with pytest.raises(ConfigError) as caught:
+        loaded(batch)
+    assert torch.equal(loaded.eval()(batch), copy.deepcopy(made).eval()(batch))
+    return made(batch), copied(batch), str(caught.value)
+
+
+def test_copies_normalize_with_all_ranks_and_what_was_saved_says_how_to() -> None:
+    for original, copied, text in syncline.run(copy_and_save, 2, "threads"):
+        assert torch.equal(original, copied)
+        assert "comes from a file; train with convert_batch_norm(model)" in text
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

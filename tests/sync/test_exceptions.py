@@ -5,8 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
 
 import syncline
+from support.batches import Batch, fill
 from support.catalogue import PROCESS_FABRICS
 from support.failing import (
     Failing,
@@ -21,11 +25,41 @@ from support.failing import (
     without_failed_steps,
     without_lost_batches,
 )
+from support.losses import squared
+from support.models import mlp
 from support.runs import DEADLINES
 from support.scenarios import (
     of_layers,
 )
 from support.weights import assert_close, assert_replicas
+from syncline.errors import RankFailed
+
+
+def clip_without_gradients(fabric: syncline.Fabric, waits: bool) -> Tensor:
+    """Rank 1 fails in a forward pass, and all clip what they have."""
+    model = fill(mlp(), seed=0)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric)
+    for step in range(4):
+        optimizer.zero_grad()
+        if (fabric.rank, step) != (1, 2):
+            (50 * squared(model, Batch(fabric.rank, step))).backward()
+        if waits:
+            sync.wait()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_ranks_that_clip_what_another_does_not_have_are_refused() -> None:
+    with pytest.raises(RankFailed, match=r"changed since backward \(clipped\?\).*call sync.wait\(\) before that"):
+        syncline.run(partial(clip_without_gradients, waits=False), 3, "threads", DEADLINES)
+
+
+def test_ranks_that_wait_before_they_clip_stay_equal() -> None:
+    one, *others = syncline.run(partial(clip_without_gradients, waits=True), 3, "threads", DEADLINES)
+    assert all(torch.equal(one, other) for other in others)
+
 
 INSIDE = ("between gradients", "after most gradients", "after all gradients")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,9 @@ def alone() -> Iterator[Fabric]:
         ({"first_bucket_bytes": 0}, ConfigError, "first_bucket_bytes=0 is less than 1"),
         ({"accumulate": 0}, ConfigError, "accumulate=0 is less than 1"),
         ({"check_every": -1}, ConfigError, "check_every=-1 is less than 0"),
+        ({"accumulate": 1.5}, ConfigError, "accumulate=1.5 is not a whole number"),
+        ({"bucket_bytes": "25MB"}, ConfigError, "bucket_bytes='25MB' is not a whole number"),
+        ({"seed": None}, ConfigError, "seed=None is not a whole number"),
         ({"most_skips": -1}, ConfigError, "most_skips=-1 is less than 0"),
         ({"buffers": "mean"}, UnknownName, "unknown buffers 'mean'"),
         ({"nonfinite": "x"}, UnknownName, "unknown nonfinite 'x'; known: ignore, raise, skip"),
@@ -66,6 +70,67 @@ def test_what_is_no_optimizer_is_refused(alone: Fabric, make: Callable, name: st
     model = Net()
     with pytest.raises(ConfigError, match=rf"{name} is not a torch\.optim\.Optimizer"):
         syncline.Sync(model, make(model), fabric=alone)
+
+
+def test_no_optimizer_at_all_is_refused(alone: Fabric) -> None:
+    with pytest.raises(ConfigError, match="no optimizer was given"):
+        syncline.Sync(Net(), [], fabric=alone)
+
+
+def test_a_list_of_models_is_refused(alone: Fabric) -> None:
+    model = Net()
+    with pytest.raises(ConfigError, match=r"list is not a torch\.nn\.Module; put several models in an nn\.ModuleList"):
+        syncline.Sync([model], torch.optim.SGD(model.parameters()), fabric=alone)
+
+
+def sync_twice(fabric: Fabric, closes: bool) -> str:
+    """What becomes of a second `Sync` of some parameters."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    first = syncline.Sync(model, optimizer, fabric=fabric)
+    if closes:
+        first.close()
+    try:
+        syncline.Sync(nn.Sequential(nn.Linear(2, 2), model.second), optimizer, fabric=fabric)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_parameter_has_one_sync_at_a_time(closes: bool) -> None:
+    for text in syncline.run(partial(sync_twice, closes=closes), 2, "threads"):
+        assert ("1.weight is synchronized by another Sync already; close() that one first" in text) != closes
+
+
+def step_in_backward(fabric: Fabric) -> str:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters())
+    syncline.Sync(model, optimizer, fabric=fabric)
+    model.first.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(ConfigError) as caught:
+        model(torch.ones(2, 6)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_step_inside_backward_is_refused() -> None:
+    for text in syncline.run(step_in_backward, 2, "threads"):
+        assert "optimizer.step() was called in the middle of backward()" in text
+
+
+def change_type(fabric: Fabric) -> str:
+    model = Net()
+    syncline.Sync(model, torch.optim.SGD(model.parameters()), fabric=fabric)
+    model(torch.ones(2, 6)).sum().backward()
+    model.double().zero_grad()
+    with pytest.raises(ConfigError) as caught:
+        model(torch.ones(2, 6).double()).sum().backward()
+    return str(caught.value)
+
+
+def test_a_model_that_was_converted_is_refused() -> None:
+    for text in syncline.run(change_type, 2, "threads"):
+        assert "was float32 and is float64 now; convert the model before Sync" in text
 
 
 def test_a_model_without_trainable_parameters_is_refused(alone: Fabric) -> None:

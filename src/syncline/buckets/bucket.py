@@ -2,12 +2,12 @@
 
     values                                        tail
     gradient 0 | gradient 1 | ... | gradient k    flags, one for each gradient | bad | verdict, in one bucket
-                                                                                     failed | rank 0 | rank 1 | ...
+                                                                                     failed | late | rank 0 | ...
 
 The flags are 1 where this rank has that gradient and 0 where it has none; they are averaged along with the values, so a
 mean of 0 says that no rank had it, which costs no message. Bad is set by a rank whose gradients a codec cannot encode.
-The verdict is what all ranks must know at the end of a pass: whether one of them failed, which took part with data, and
-how many passes each has made since its last step.
+The verdict is what all ranks must know at the end of a pass: whether one of them failed, whether one came to it only in
+its step, which took part with data, and how many passes each has made since its last step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from syncline.buckets.placing import SMALL_BYTES, put
-from syncline.fabric.base import Fabric
+from syncline.errors import ConfigError
+from syncline.fabric.base import Fabric, name_of
 
 
 class Slot:
@@ -56,7 +57,7 @@ class Side:
 
     def __init__(self, fabric: Fabric, slots: Sequence[Slot], dtype: torch.dtype, has_verdict: bool) -> None:
         numel = sum(slot.parameter.numel() for slot in slots)
-        self.flat = fabric.buffer(numel + len(slots) + 1 + (1 + fabric.world) * has_verdict, dtype)
+        self.flat = fabric.buffer(numel + len(slots) + 1 + (2 + fabric.world) * has_verdict, dtype)
         self.values = self.flat[:numel]
         self.tail = self.flat[numel:]
         self.flags = self.tail[: len(slots)]
@@ -68,6 +69,15 @@ class Side:
         for slot in slots:
             self.views.append(view_like(self.values[start : start + slot.parameter.numel()], slot.parameter))
             start += slot.parameter.numel()
+        self.places = [(view.data_ptr(), view.storage_offset(), view.shape, view.stride()) for view in self.views]
+
+    def renew_views(self) -> bool:
+        """Make those anew that are elsewhere by now: `parameter.grad.data = ...` moves the very tensor. Any?"""
+        moved = [number for number, view in enumerate(self.views) if view.data_ptr() != self.places[number][0]]
+        for number in moved:
+            _, offset, shape, strides = self.places[number]
+            self.views[number] = self.flat.as_strided(shape, strides, offset)
+        return bool(moved)
 
 
 class Bucket:
@@ -115,6 +125,8 @@ class Bucket:
 
     def begin(self) -> None:
         """Get ready for the gradients of a pass."""
+        if self.side.renew_views():
+            self.turn_to(self.side)
         self.missing = len(self.slots)
         self.finite = True
         for slot in self.slots:
@@ -122,6 +134,12 @@ class Bucket:
 
     def take_in(self, slots: Sequence[Slot]) -> None:
         """Copy gradients that are outside, or divide those that have come to be here."""
+        for slot in slots:
+            if slot.parameter.dtype != slot.view.dtype:
+                raise ConfigError(
+                    f"{slot.name} was {name_of(slot.view.dtype)} and is {name_of(slot.parameter.dtype)} now; convert "
+                    f"the model before Sync, or close() it and make another"
+                )
         gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
         finite = put(gradients, [slot.view for slot in slots], self.divisor)
         for slot in slots:

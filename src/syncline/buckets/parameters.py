@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from syncline.errors import ConfigError
 from syncline.fabric.base import DTYPES, name_of
 
 Named = list[tuple[str, nn.Parameter]]
+claimed = WeakIdKeyDictionary()  # parameters that are synchronized
 
 
 def parameters_of(model: nn.Module) -> Named:
@@ -45,6 +48,37 @@ def check_parameters(model: nn.Module, named: Iterable[tuple[str, Tensor]], devi
                 f"{name} is on {parameter.device}, but the ranks of this fabric talk from {device.type} memory; "
                 f"move the model with model.to({device.type!r}), or join with another backend"
             )
+
+
+class Claim:
+    """To parameters that nobody else synchronizes: their gradients can be in one bucket only."""
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+
+    @contextmanager
+    def of(self, named: Named) -> Iterator[None]:
+        """Held from here on, unless what is inside fails."""
+        for name, parameter in named:
+            if parameter in claimed:
+                raise ConfigError(
+                    f"{name} is synchronized by another Sync already; close() that one first, or make one Sync of all "
+                    f"models that share it, in an nn.ModuleList"
+                )
+        self.parameters = [parameter for _, parameter in named]
+        for parameter in self.parameters:
+            claimed[parameter] = True
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Others may have them."""
+        for parameter in self.parameters:
+            del claimed[parameter]
+        self.parameters = []
 
 
 def describe_layout(named: Named, buffers: Iterable[tuple[str, Tensor]], settings: Iterable[str]) -> list[str]:

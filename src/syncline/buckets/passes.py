@@ -22,6 +22,7 @@ class Verdict:
     bad: tuple[int, ...]  # buckets that were not finite on some rank before they were encoded
     active: tuple[int, ...]  # ranks that took part with data
     turns: tuple[int, ...] = ()  # of each rank: how many passes it has made since its last step, with this one
+    late: bool = False  # a rank came to it only in its step, when others may have changed their gradients already
 
     @property
     def is_good(self) -> bool:
@@ -36,6 +37,7 @@ class Pass:
     number: int
     synchronizes: bool  # whether gradients are sent in it
     turn: int = 1  # how many passes this rank has made since its last step, NO_DATA if it only keeps company, or UNSURE
+    late: bool = False  # made by the optimizer's step, because there was no backward pass, or none that synchronizes
     failed: bool = False  # an exception ended it, so nobody may use it
     autograd_pass: int = -1  # the engine's number, which changes in nested ones
     next_bucket: int = 0
@@ -80,16 +82,19 @@ class KeptPass:
         return cls(saved["number"], verdict, gradients)
 
 
-def write_verdict(bucket: Bucket, rank: int, failed: bool, turn: int) -> None:
+def write_verdict(bucket: Bucket, rank: int, failed: bool, turn: int, late: bool = False) -> None:
     """What this rank has to say, to be averaged."""
     bucket.side.verdict.zero_()
     bucket.side.verdict[0] = float(failed)
-    bucket.side.verdict[1 + rank] = turn / bucket.divisor
+    bucket.side.verdict[1] = float(late)
+    bucket.side.verdict[2 + rank] = turn / bucket.divisor
 
 
 def read_verdict(flights: Sequence[Flight]) -> Verdict:
     """The same on every rank, when all these have arrived."""
     (words,) = [flight.side.verdict.tolist() for flight in flights if len(flight.side.verdict)]
     bad = tuple(flight.number for flight in flights if flight.side.bad.item() > 0)
-    turns = tuple(round(word * (len(words) - 1)) for word in words[1:])
-    return Verdict(words[0] > 0, bad, tuple(rank for rank, turn in enumerate(turns) if turn != NO_DATA), turns)
+    failed, late, *of_ranks = words
+    turns = tuple(round(word * len(of_ranks)) for word in of_ranks)
+    active = tuple(rank for rank, turn in enumerate(turns) if turn != NO_DATA)
+    return Verdict(failed > 0, bad, active, turns, late > 0)

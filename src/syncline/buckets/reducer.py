@@ -125,7 +125,7 @@ class Reducer:
         End(self.send_the_rest, self.finish_backward, self.backward_failed)
         return self.current
 
-    def begin(self, synchronizes: bool, has_data: bool = True) -> Pass:
+    def begin(self, synchronizes: bool, has_data: bool = True, late: bool = False) -> Pass:
         """Get ready for the gradients of a pass."""
         self.turns.refuse_broken()
         self.refuse_what_lags_badly()
@@ -139,7 +139,7 @@ class Reducer:
             bucket.begin()
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.fired = 0
-        begun = Pass(self.passes, synchronizes, self.turns.next(has_data))
+        begun = Pass(self.passes, synchronizes, self.turns.next(has_data), late)
         self.tell(begun, computing=True)
         return begun
 
@@ -193,7 +193,7 @@ class Reducer:
         bucket.side.bad.fill_(not bucket.finite)
         bucket.side.finite = None
         if bucket is self.layout.judged:
-            write_verdict(bucket, self.fabric.rank, current.failed or self.is_tainted, current.turn)
+            write_verdict(bucket, self.fabric.rank, current.failed or self.is_tainted, current.turn, current.late)
         current.flights.append(self.pipeline.start(current.number, bucket))
         current.next_bucket += 1
         self.tell(current, computing=True)
@@ -256,12 +256,12 @@ class Reducer:
 
     # Passes
 
-    def synchronize(self, has_data: bool = True) -> Verdict | None:
+    def synchronize(self, has_data: bool = True, late: bool = False) -> Verdict | None:
         """A pass without a backward: average what gradients there are, or keep the others company without any.
 
         The verdict of a pass that is still under way is not known; None.
         """
-        current = self.begin(synchronizes=True, has_data=has_data)
+        current = self.begin(True, has_data, late)
         if self.layout.judged:
             self.send_from(0, current)
         return self.complete(current)
@@ -390,12 +390,15 @@ class Reducer:
 
     # Around the optimizer's step
 
-    def before_step(self) -> None:
-        """See that a step uses nothing but synchronized gradients, and that every rank has taken part in a pass."""
+    def before_step(self, late: bool = True) -> None:
+        """See that a step uses nothing but synchronized gradients, and that every rank has taken part in a pass.
+
+        It is `late` for that in the step itself, because others may have clipped what this rank is yet to get.
+        """
         self.turns.refuse_broken()
         self.complete_abandoned()
         if self.has_unsent or self.passes == self.passes_before_step:
-            self.synchronize()
+            self.synchronize(late=late)
 
     def after_step(self) -> None:
         """The optimizer has made its step."""

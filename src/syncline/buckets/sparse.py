@@ -1,7 +1,8 @@
 """Sparse gradients: every rank's entries are gathered, and added where they meet.
 
 Ranks have different numbers of entries, so these are gathered first, and everyone sends as many as the one that has
-most. Wire: W times the largest number of entries, each an index and a row.
+most. Wire: W times the largest number of entries, each an index and a row. The gradient of a weight that is also used
+elsewhere is dense, and stays so.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ NOTHING = -1  # entries of a rank that had no gradient
 def average_sparse(fabric: Fabric, parameter: nn.Parameter, present: bool = True) -> None:
     """Replace a sparse gradient by its mean over ranks. None stays None where no rank had one."""
     gradient = parameter.grad if present else None
-    mine = None if gradient is None else gradient.detach().coalesce()
+    mine = None if gradient is None else rows_of(gradient.detach())
     entries = NOTHING if mine is None else mine._nnz()
-    counts = fabric.all_gather(torch.tensor([entries], device=fabric.device)).flatten().tolist()
+    is_dense = gradient is not None and not gradient.is_sparse
+    told = fabric.all_gather(torch.tensor([[entries, is_dense]], device=fabric.device)).reshape(-1, 2)
+    counts, any_dense = told[:, 0].tolist(), bool(told[:, 1].any())
     most = max(counts)
     if most == NOTHING:
         return
@@ -30,7 +33,13 @@ def average_sparse(fabric: Fabric, parameter: nn.Parameter, present: bool = True
         values[:entries] = mine.values()
     all_indices, all_values = fabric.all_gather(indices), fabric.all_gather(values)
     if present:
-        parameter.grad = mean_of_entries(counts, all_indices, all_values, parameter)
+        mean = mean_of_entries(counts, all_indices, all_values, parameter)
+        parameter.grad = mean.to_dense() if any_dense else mean
+
+
+def rows_of(gradient: Tensor) -> Tensor:
+    """Its rows that are not zero."""
+    return gradient.coalesce() if gradient.is_sparse else gradient.to_sparse(1)
 
 
 def mean_of_entries(counts: list[int], indices: Tensor, values: Tensor, parameter: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def told_apart(ranks: dict[int, list[int]]) -> str:
     sides = [f"pass {turn} since the last step of {some_ranks(who)}" for turn, who in ranks.items()]
     return (
         f"ranks made different numbers of backward passes before a step, so this one was not used: it is "
-        f"{', and '.join(sides)}. Some have stepped without the others, so replicas are not equal any more; make "
-        f"another Sync to begin from rank 0. Before a step all ranks must synchronize equally often: wrap all "
-        f"backward passes but the last in sync.no_sync()"
+        f"{', and '.join(sides)}. Some have stepped without the others, so replicas are not equal any more; close "
+        f"this Sync and make another to begin from rank 0. Before a step all ranks must synchronize equally often: "
+        f"wrap all backward passes but the last in sync.no_sync()"
     )

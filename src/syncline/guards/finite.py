@@ -53,7 +53,7 @@ class Skipping:
         self.in_a_row += 1
         if self.policy == "raise" or self.in_a_row > self.most_in_a_row:
             raise NonFiniteGradient(
-                f"{reason}; that makes {self.in_a_row} steps in a row. The parameters are those before the step. "
+                f"{reason}; that makes {self.in_a_row} steps in a row. The optimizer has not used it. "
                 f"Lower the learning rate, scale the loss, or look at the batch"
             )
         log.warning("%s: every rank skips this step (%d in a row)", reason, self.in_a_row)

@@ -10,8 +10,8 @@ import torch
 from syncline.buckets.parameters import sparse_names
 from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
-from syncline.errors import FabricError, PairingError
-from syncline.guards.finite import is_finite
+from syncline.errors import Desync, FabricError, PairingError
+from syncline.guards.finite import first_not_finite, is_finite
 from syncline.modes.mode import DivideBy, Driver
 from syncline.modes.replica import Replica
 
@@ -33,6 +33,7 @@ class GradientDriver(Driver):
         self.everyone_active = True
         self.is_draining = False
         self.scale = 1.0  # of the loss, when what is under way left
+        self.late_versions: list[object] | None = None  # of gradients that some ranks get only in their step
         sparse = sparse_names(replica.model)
         if self.lags and sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which mode=delayed cannot delay; use mode=sync")
@@ -55,7 +56,22 @@ class GradientDriver(Driver):
     def before_round(self) -> str:
         if not self.is_draining:
             self.reducer.before_step()
+            self.refuse_changes()
         return self.problem
+
+    def refuse_changes(self) -> None:
+        """Gradients that this rank clipped were handed to another one as they had been, in its step."""
+        if self.late_versions is None or self.late_versions == self.versions():
+            return
+        raise Desync(
+            "some ranks had no synchronized gradients before this step, and those of this rank were changed since "
+            "backward (clipped?), so ranks would make different steps; call sync.wait() before that, on all ranks"
+        )
+
+    def versions(self) -> list[object]:
+        """Other ones whenever somebody changes or replaces a gradient."""
+        own = [id(slot.parameter.grad) for slot in self.reducer.layout.slots]
+        return [*own, *(bucket.side.flat._version for bucket in self.reducer.layout.buckets)]
 
     def after_round(self, skipped: bool) -> None:
         self.withholds = False
@@ -65,7 +81,7 @@ class GradientDriver(Driver):
             self.compare(f"after step {self.reducer.passes}")
 
     def wait(self) -> None:
-        self.reducer.before_step()
+        self.reducer.before_step(late=False)
 
     def before_forward(self, *_: object) -> None:
         """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten.
@@ -145,6 +161,7 @@ class GradientDriver(Driver):
             self.reducer.layout.scale(factor)
         self.new_gradients()
         self.problem = self.what_is_wrong(verdict)
+        self.late_versions = self.versions() if verdict.late and not self.lags else None
 
     def together(self) -> None:
         """All that ranks say to each other besides gradients; every rank comes by here in every pass."""
@@ -187,7 +204,7 @@ class GradientDriver(Driver):
                 return f"the gradient of {bad[0] if bad else 'a parameter'} is not finite"
         for slot in self.reducer.layout.sparse:
             gradient = slot.parameter.grad
-            if gradient is not None and not is_finite(gradient.coalesce().values()):
+            if gradient is not None and first_not_finite([(slot.name, gradient)]):
                 return f"the gradient of {slot.name} is not finite"
         return ""
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Buffers = Literal["broadcast", "average", "local"]
 BUFFERS: tuple[Buffers, ...] = ("broadcast", "average", "local")
+LEAST = {"bucket_bytes": 1, "first_bucket_bytes": 1, "accumulate": 1, "check_every": 0, "most_skips": 0, "seed": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +34,12 @@ class Settings:
     seed: int  # of what codecs draw at random
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("bucket_bytes", 1),
-            ("first_bucket_bytes", 1),
-            ("accumulate", 1),
-            ("check_every", 0),
-            ("most_skips", 0),
-        ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} is less than {least}")
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if type(value) is not int:
+                raise ConfigError(f"{name}={value!r} is not a whole number")
+            if value < least:
+                raise ConfigError(f"{name}={value} is less than {least}")
         if self.buffers not in BUFFERS:
             raise UnknownName("buffers", self.buffers, BUFFERS)
         if self.nonfinite not in POLICIES:
