@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -16,7 +18,8 @@ from syncline.modes.asynchronous import AsyncSGD
 
 def start(model: nn.Module, ranks: int = 2, **settings: str) -> BaseException:
     def work(fabric: syncline.Fabric) -> None:
-        syncline.Sync(model, SGD(model.parameters(), lr=0.1), fabric=fabric, **settings)
+        own = copy.deepcopy(model)
+        syncline.Sync(own, SGD(own.parameters(), lr=0.1), fabric=fabric, **settings)
 
     with pytest.raises(RankFailed) as failed:
         syncline.run(work, ranks=ranks, fabric="threads")
