@@ -25,6 +25,21 @@ def torchrun(ranks: int, example: str, *options: object) -> str:
 
 
 @pytest.mark.timeout(120)
+def test_one_line_lets_processes_learn_together():
+    printed = torchrun(2, "first_diff.py")
+    assert float(re.search(r"loss ([\d.]+)", printed)[1]) < 0.1
+    assert "exposed" in printed
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("options", [["--codec", "int8", "--accumulate", 2], ["--fabric", "torch"]], ids=str)
+def test_a_gpt_learns(options):
+    printed = torchrun(2, "train_gpt.py", "--size", "5M", "--steps", 10, "--batch", 2, *options)
+    assert float(re.search(r"step 10: loss ([\d.]+)", printed)[1]) < 4.5  # it begins at 5.5
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_sites_train_apart_and_end_with_one_model(tmp_path, streaming):
     saved = tmp_path / "model.pt"
