@@ -59,6 +59,7 @@ def test_a_name_alone_is_the_default(name: str) -> None:
         ("every:count=3,share=1e-3,wanted=yes", Every(count=3, share=1e-3, wanted=True)),
         ("every:3,wanted=False,label=x=y", Every(count=3, label="x=y")),
         ("every:3,two-words=4", Every(count=3, two_words=4)),
+        ("every:label=(a:b=(c:d=1,e=(f,g)),h=2),count=3", Every(count=3, label="a:b=(c:d=1,e=(f,g)),h=2")),
     ],
 )
 def test_the_grammar(text: str, wanted: object) -> None:
@@ -154,6 +155,12 @@ def test_a_setting_given_twice_is_refused() -> None:
     for text in ("tree:arity=3,arity=4", "tree:3,arity=4"):
         with pytest.raises(ConfigError, match="arity"):
             algorithm(text)
+
+
+@pytest.mark.parametrize("text", ["every:3,label=(a", "every:3,label=a),two_words=(4"])
+def test_brackets_that_do_not_match_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="brackets"):
+        parse("thing", text, TABLE)
 
 
 def test_a_setting_that_has_no_default_must_be_given() -> None:

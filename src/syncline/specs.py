@@ -12,7 +12,6 @@ A value is read as the type of the field it belongs to. Unknown names and keys a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, TypeVar, get_type_hints
@@ -20,7 +19,6 @@ from typing import Any, TypeVar, get_type_hints
 from syncline.errors import ConfigError, UnknownName
 
 T = TypeVar("T")
-COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^(]*\))")
 
 
 def parse(kind: str, text: str, table: Mapping[str, type[T]]) -> T:
@@ -37,7 +35,7 @@ def build(kind: str, name: str, cls: type[T], text: str) -> T:
     known = settings_of(cls)
     names = [field.name for field in known]
     settings: dict[str, Any] = {}
-    for position, part in enumerate(filter(None, COMMA_OUTSIDE_BRACKETS.split(text))):
+    for position, part in enumerate(filter(None, split_outside_brackets(text))):
         key, value = key_and_value(part, position, f"{name}:{text}", names)
         if key not in names:
             raise UnknownName(f"setting of {kind} {name}", key, names)
@@ -48,6 +46,22 @@ def build(kind: str, name: str, cls: type[T], text: str) -> T:
     if missing:
         raise ConfigError(f"{kind} {name} needs {', '.join(missing)}; write {name}:{missing[0]}=...")
     return cls(**settings)
+
+
+def split_outside_brackets(text: str) -> list[str]:
+    """What commas separate that are in no brackets."""
+    pieces, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        if letter == "," and not depth:
+            pieces.append("")
+        else:
+            pieces[-1] += letter
+    if depth:
+        raise ConfigError(f"the brackets of {text!r} do not match; write key=(name:...) for a value with commas")
+    return pieces
 
 
 def key_and_value(part: str, position: int, where: str, names: list[str]) -> tuple[str, str]:

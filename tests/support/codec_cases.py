@@ -41,6 +41,7 @@ SETTINGS = (
     "warmup:codec=(powersgd:2),steps=1",
     "rules:codec=(topk:0.1,values=int8),below=100",
     "rules:codec=(powersgd:1),below=0,vectors=false,names=layer.0|*.3",
+    "rules:codec=(warmup:steps=3,codec=(topk:0.1)),below=4",
 )
 FED_BACK = tuple(text for text in SETTINGS if codec_of(text).feedback)
 LENGTHS = (0, 1, 7, 4096, 65_537)
