@@ -80,10 +80,27 @@ def test_text_and_settings_are_the_same_thing(text: str) -> None:
         ("int8:block=7", ConfigError, "multiple of 8"),
         ("int8:rounding=up", UnknownName, "up"),
         ("powersgd:0", ConfigError, "rank=0"),
+        ("powersgd:4,min_compression_rate=nan", ConfigError, "min_compression_rate=nan"),
+        ("powersgd:4,min_compression_rate=0.5", ConfigError, "try min_compression_rate=2"),
         ("dgc:0.1,momentum=1", ConfigError, "momentum=1.0"),
+        ("dgc:0.1,clip=-1", ConfigError, "clip=-1.0"),
+        ("dgc:0.1,clip=nan", ConfigError, "clip=nan"),
+        ("dgc:0.1,warmup=-5", ConfigError, "warmup=-5"),
+        ("randomk:1e-300", ConfigError, "keep=1e-300"),
+        ("rules:codec=(nonsense)", UnknownName, "nonsense"),
+        ("rules:codec=(topk:7)", ConfigError, "keep=7.0"),
+        ("rules:codec=()", UnknownName, "known"),
+        ("warmup:codec=(rules:codec=(topk:7))", ConfigError, "keep=7.0"),
+        ("rules:codec=(topk:0.1", ConfigError, "brackets"),
         ("topq:0.1", UnknownName, "topk"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_what_to_try(text: str, kind: type, message: str) -> None:
     with pytest.raises(kind, match=message):
         codec_of(text)
+
+
+@pytest.mark.parametrize("given", [None, 5, type(codec_of("topk:0.01"))])
+def test_what_is_no_codec_is_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match=r"neither a text nor a Codec; try 'none'"):
+        codec_of(given)

@@ -29,6 +29,9 @@ class Composed(Codec):
 
     codec: str  # the one inside
 
+    def __post_init__(self) -> None:
+        self.inner()  # one that makes no sense is refused here
+
     def inner(self) -> Codec:
         """The one inside."""
         from syncline.codecs.registry import codec_of
@@ -53,6 +56,7 @@ class Warmup(Composed):
     steps: int = 100  # in which everything is sent
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.steps < 0:
             raise ConfigError(f"steps={self.steps} is less than 0; try warmup:steps=100,codec=({self.codec})")
         if not self.inner().feedback and hasattr(self.inner(), "momentum"):

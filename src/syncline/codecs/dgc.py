@@ -43,6 +43,10 @@ class DGC(Codec):
             raise ConfigError(f"keep={self.keep} is not a fraction above 0 and up to 1; try dgc:0.001")
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum={self.momentum} is not in [0, 1); try momentum=0.9")
+        if not self.clip >= 0:
+            raise ConfigError(f"clip={self.clip} is not a norm; try clip=1.0, or 0 to clip never")
+        if self.warmup < 0:
+            raise ConfigError(f"warmup={self.warmup} is less than 0; try warmup=100, or 0 for none")
         if self.values not in FORMS:
             raise UnknownName("values", self.values, FORMS)
 

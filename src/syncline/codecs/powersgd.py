@@ -34,6 +34,11 @@ class PowerSGD(Codec):
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"rank={self.rank} is less than 1; try powersgd:4")
+        if not self.min_compression_rate >= 1:
+            raise ConfigError(
+                f"min_compression_rate={self.min_compression_rate} is not 1 or more, so factors larger than their "
+                f"matrix would be sent; try min_compression_rate=2"
+            )
 
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """Random factors, the same on all ranks."""

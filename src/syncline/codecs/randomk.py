@@ -18,6 +18,8 @@ from syncline.codecs.codec import Codec, Place, State
 from syncline.codecs.conversation import Conversation, Mean
 from syncline.errors import ConfigError, PairingError
 
+LEAST_KEEP = 1e-9  # no bucket has more entries
+
 
 @dataclass(frozen=True)
 class RandomK(Codec):
@@ -30,8 +32,8 @@ class RandomK(Codec):
     feedback: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.keep <= 1:
-            raise ConfigError(f"keep={self.keep} is not a fraction above 0 and up to 1; try randomk:0.01")
+        if not LEAST_KEEP <= self.keep <= 1:
+            raise ConfigError(f"keep={self.keep} is not a fraction from {LEAST_KEEP} up to 1; try randomk:0.01")
         if self.scaled and self.feedback:
             raise PairingError(
                 f"scaled entries are unbiased, so error feedback would diverge; use randomk:{self.keep}, or "

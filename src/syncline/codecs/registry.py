@@ -12,6 +12,7 @@ from syncline.codecs.powersgd import PowerSGD
 from syncline.codecs.quantized import Int4, Int8
 from syncline.codecs.randomk import RandomK
 from syncline.codecs.topk import TopK
+from syncline.errors import ConfigError
 from syncline.specs import parse, text_of
 
 CODECS: dict[str, type[Codec]] = {
@@ -22,7 +23,11 @@ CODECS: dict[str, type[Codec]] = {
 
 def codec_of(given: str | Codec) -> Codec:
     """The codec that was given or named."""
-    return parse("codec", given, CODECS) if isinstance(given, str) else given
+    if isinstance(given, str):
+        return parse("codec", given, CODECS)
+    if not isinstance(given, Codec):
+        raise ConfigError(f"codec={given!r} is neither a text nor a Codec; try 'none', or 'topk:0.01'")
+    return given
 
 
 def text_of_codec(codec: Codec) -> str:
