@@ -90,3 +90,99 @@ def refuse(fabric: syncline.Fabric, other: nn.Module) -> str:
 def test_what_is_not_ddp_is_refused() -> None:
     [told] = syncline.run(partial(refuse, other=nn.Linear(2, 2)), ranks=1, fabric="threads")
     assert "Linear is not a DistributedDataParallel" in told
+
+
+# Slopes that are known, two parameters in a bucket each
+
+
+class Slopes(nn.Module):
+    """A loss whose gradients are what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(600))
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return (self.first * first).sum() + (self.second * second).sum()
+
+
+def slopes(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    first, second = torch.randn(2, 600, generator=torch.Generator().manual_seed(100 * step + rank))
+    return first, second
+
+
+def scaled_law(fabric: syncline.Fabric, bad: int) -> Tensor:
+    """How far what was sent and what is kept are from the gradients of all steps but a bad one."""
+    model = Slopes()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+    hook = attach(ddp, "topk:0.05", optimizer, scaler=scaler)
+    wanted = torch.zeros(1200)
+    for step in range(10):
+        optimizer.zero_grad()
+        first, second = slopes(step, fabric.rank)
+        if step == bad and fabric.rank == 1:
+            first[0] = float("nan")
+        scaler.scale(ddp(first, second)).backward()
+        assert step != bad or bool(model.second.grad.isfinite().all())
+        scale = hook.now.units.loss_scale
+        scaler.step(optimizer)
+        scaler.update()
+        if step != bad:
+            wanted += torch.stack([torch.cat(slopes(step, rank)) for rank in range(2)]).mean(0)
+    kept = torch.cat([hook.kept["first"], hook.kept["second"]]) * hook.worth["first"]
+    fabric.all_reduce(kept, op="mean")
+    assert hook.worth["first"] == hook.worth["second"] == 1 / scale
+    hook.close()
+    return kept - torch.cat([model.first.detach(), model.second.detach()]) - wanted
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("bad", [-1, 5])
+def test_sent_plus_kept_is_the_gradient_with_a_scale_that_changes_and_one_bad_bucket(bad: int) -> None:
+    for missing in syncline.run(partial(scaled_law, bad=bad), ranks=2, fabric="torch"):
+        assert missing.abs().max() < 1e-5
+
+
+def sent_while_warm(fabric: syncline.Fabric) -> list[int]:
+    model = Slopes()
+    hook = attach(ddp := DistributedDataParallel(model), "warmup:steps=2,codec=(topk:0.3)")
+    counts = []
+    for step in range(4):
+        model.zero_grad()
+        ddp(*slopes(step, 0)).backward()
+        counts.append(int(model.first.grad.count_nonzero()))
+    hook.close()
+    return counts
+
+
+@pytest.mark.timeout(60)
+def test_a_warm_up_has_as_many_steps_as_were_asked_for() -> None:
+    for counts in syncline.run(sent_while_warm, ranks=2, fabric="torch"):
+        assert [count == 600 for count in counts] == [True, True, False, False]
+
+
+def load_states(fabric: syncline.Fabric) -> None:
+    hook = attach(DistributedDataParallel(Slopes()), "topk:0.1")
+    empty = hook.state_dict()
+    states = [
+        empty
+        | {"rank": rank, "world": 3, "step": 7, "codec_state": {"kept": {"first": kept}, "worth": {}, "state": {}}}
+        for rank, kept in enumerate(torch.tensor([0.0, 3.0, 6.0]).expand(600, 3).T)
+    ]
+    hook.load_state_dict(states)
+    assert hook.step == 7
+    assert torch.equal(hook.kept["first"], torch.full((600,), 3.0))
+    hook.load_state_dict(empty)
+    assert not hook.kept
+    with pytest.raises(ConfigError, match="needs its own state"):
+        hook.load_state_dict(empty | {"rank": 1 - fabric.rank})
+    with pytest.raises(ConfigError, match="codec=int8"):
+        hook.load_state_dict(empty | {"codec": "int8"})
+    hook.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_goes_on_from_its_own_state_or_from_those_of_all() -> None:
+    syncline.run(load_states, ranks=2, fabric="torch")

@@ -1,15 +1,17 @@
 """Codecs for plain DistributedDataParallel, as a communication hook.
 
-    hook = syncline.integrations.ddp.attach(ddp_model, "topk:0.01", optimizer)
+    hook = syncline.integrations.ddp.attach(ddp_model, "topk:0.01", optimizer, scaler=scaler)
     torch.save({"model": ..., "hook": hook.state_dict()}, f"checkpoint-{rank}.pt")      # every rank its own
 
 What is kept belongs to parameters and not to buckets, so that DDP may make new buckets after its first step. A bucket
-that is not finite on some rank is averaged as it is, so that GradScaler sees it, and what was kept stays as it was.
+that is not finite on some rank is averaged as it is, so that GradScaler sees it and skips the step. DDP has been given
+other buckets of that pass by then; but what was kept, of all of them, stays as it was before the pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,26 +29,50 @@ from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.torch import TorchFabric
 from syncline.fabric.worker import Worker
 from syncline.guards.finite import is_finite
+from syncline.state import STATE_VERSION, choose_state
 
 
 def attach(
-    model: DistributedDataParallel, codec: str | Codec, optimizer: Optimizer | None = None, seed: int = 0
+    model: DistributedDataParallel,
+    codec: str | Codec,
+    optimizer: Optimizer | None = None,
+    seed: int = 0,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> CodecHook:
-    """Let DDP send its buckets through a codec. With the optimizer, what is kept follows its learning rates."""
+    """Let DDP send its buckets through a codec. What is kept follows the optimizer's rates and the scaler's scale."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"{type(model).__name__} is not a DistributedDataParallel; for others there is syncline.Sync")
-    hook = CodecHook(model, codec_of(codec), optimizer, seed)
+    hook = CodecHook(model, codec_of(codec), optimizer, seed, scaler)
     model.register_comm_hook(hook, lambda state, bucket: state.start(bucket))
     return hook
+
+
+@dataclass
+class Pass:
+    """One backward pass. What it leaves to be kept counts when all its buckets were finite on all ranks."""
+
+    step: int
+    units: Units  # what gradients are worth
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
+    is_good: bool = True
 
 
 class CodecHook:
     """What DDP calls with every bucket. A thread talks about one bucket after the other while backward goes on."""
 
-    def __init__(self, model: DistributedDataParallel, codec: Codec, optimizer: Optimizer | None, seed: int) -> None:
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        codec: Codec,
+        optimizer: Optimizer | None,
+        seed: int,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
         self.codec = codec
         self.seed = seed
         self.optimizer = optimizer
+        self.scaler = scaler
         self.names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self.fabric: Fabric = TorchFabric(model.process_group, Deadlines()).sibling()
         self.worker = Worker(f"rank {self.fabric.rank} encodes for DDP")
@@ -54,43 +80,64 @@ class CodecHook:
         self.kept: dict[str, Tensor] = {}
         self.worth: dict[str, float] = {}
         self.state: State = {}
-        self.step = 0
+        self.step = 0  # passes that came to their end
+        self.now = Pass(0, Units({}))
 
     def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Begin with a `dist.GradBucket`; the future is what DDP waits for."""
+        """Begin with a `dist.GradBucket`; the future is what DDP waits for. Buckets come in order."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        flat = bucket.buffer()
-        parts = self.parts_of(bucket.parameters())
-        step = self.step
-        self.step += bucket.is_last()
+        if bucket.index() == 0:
+            self.now = Pass(self.step + 1, self.units())
+        now, is_last = self.now, bucket.is_last()
+        self.step += is_last
+        flat, parts = bucket.buffer(), self.parts_of(bucket.parameters())
 
         def work() -> Times:
             try:
-                self.average(flat, parts, step)
+                self.average(flat, parts, now)
+                if is_last:
+                    self.commit(now)
                 future.set_result(flat)
             except Exception as error:
+                now.is_good = False
                 future.set_exception(error)  # type: ignore[arg-type]
             return Times(0, 0, 0)
 
         self.worker.submit(work, "a bucket of DDP", self.fabric.deadlines.operation)
         return future
 
-    def average(self, flat: Tensor, parts: tuple[Part, ...], step: int) -> None:
-        """Replace a bucket by the mean over ranks of what was sent."""
-        bad = torch.tensor([int(not is_finite(flat))], dtype=torch.int32, device=flat.device)
-        if self.fabric.all_reduce(bad, op="max").item():
-            self.fabric.all_reduce(flat, op="mean")
-            return
+    def average(self, flat: Tensor, parts: tuple[Part, ...], now: Pass) -> None:
+        """Replace a bucket by the mean over ranks of what was sent, which has the same bits on all of them."""
         work = flat.to(torch.float32, copy=True)
-        units = self.units()
-        self.add_kept(work, parts, units)
-        state = self.state_of(parts, flat.device)
-        place = Place(self.fabric.rank, self.fabric.world, step, self.seed, parts)
-        decoder, _ = converse(self.codec.reduce(work, state, place), self.fabric, "auto")
-        self.state |= state
-        self.keep(work, parts, units)
-        decoder(work)
+        self.add_kept(work, parts, now.units)
+        if self.all_finite(work):
+            self.encode(work, parts, now)
+        else:
+            self.fabric.all_reduce(work, op="mean")
         flat.copy_(work)
+        now.is_good &= is_finite(flat)
+
+    def all_finite(self, work: Tensor) -> bool:
+        """On all ranks."""
+        bad = torch.tensor([int(not is_finite(work))], dtype=torch.int32, device=work.device)
+        return not self.fabric.all_reduce(bad, op="max").item()
+
+    def encode(self, work: Tensor, parts: tuple[Part, ...], now: Pass) -> None:
+        """Carry the codec's conversation through, and note what is to be kept."""
+        state = self.state_of(parts, work.device)
+        place = Place(self.fabric.rank, self.fabric.world, now.step, self.seed, parts)
+        decoder, _ = converse(self.codec.reduce(work, state, place), self.fabric, "auto")
+        now.state |= state
+        if self.codec.feedback:
+            now.kept |= {part.name: work[part.lo : part.hi].clone() for part in parts if worth_of(part.name, now.units)}
+        decoder(work)
+
+    def commit(self, now: Pass) -> None:
+        """Keep what a good pass has left."""
+        if now.is_good:
+            self.kept |= now.kept
+            self.worth |= {name: worth_of(name, now.units) for name in now.kept}
+            self.state |= now.state
 
     def parts_of(self, parameters: Iterable[Tensor]) -> tuple[Part, ...]:
         """The parameters of a bucket by name and place."""
@@ -107,11 +154,9 @@ class CodecHook:
 
     def units(self) -> Units:
         """What gradients are worth now."""
-        if self.optimizer is None:
-            return Units({})
-        groups = self.optimizer.param_groups
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
         rates = {self.names.get(id(p), ""): float(group["lr"]) for group in groups for p in group["params"]}
-        return Units(rates)
+        return Units(rates, self.scaler.get_scale() if self.scaler is not None else 1.0)
 
     def add_kept(self, work: Tensor, parts: tuple[Part, ...], units: Units) -> None:
         """Error feedback, as `codecs/feedback.py` has it, by parameter."""
@@ -120,31 +165,28 @@ class CodecHook:
             if part.name in self.kept and now:
                 work[part.lo : part.hi].add_(self.kept[part.name], alpha=self.worth[part.name] / now)
 
-    def keep(self, left: Tensor, parts: tuple[Part, ...], units: Units) -> None:
-        """What was not sent."""
-        if not self.codec.feedback:
-            return
-        for part in parts:
-            if now := worth_of(part.name, units):
-                self.kept[part.name] = left[part.lo : part.hi].clone()
-                self.worth[part.name] = now
-
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on; every rank saves its own."""
         return {
-            "codec": text_of_codec(self.codec),
+            "version": STATE_VERSION,
+            "rank": self.fabric.rank,
+            "world": self.fabric.world,
+            **self._lasting(),
             "step": self.step,
-            "kept": dict(self.kept),
-            "worth": dict(self.worth),
-            "state": dict(self.state),
+            "codec_state": {"kept": dict(self.kept), "worth": dict(self.worth), "state": dict(self.state)},
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there."""
-        if saved["codec"] != text_of_codec(self.codec):
-            raise ConfigError(f"the state was saved with codec={saved['codec']}, not {text_of_codec(self.codec)}")
-        self.step = saved["step"]
-        self.kept, self.worth, self.state = dict(saved["kept"]), dict(saved["worth"]), dict(saved["state"])
+    def load_state_dict(self, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from this rank's own state, or from the states of all ranks, as `Sync` does."""
+        states = [saved] if isinstance(saved, dict) else list(saved)
+        chosen = choose_state(states, self.fabric.rank, self.fabric.world, self._lasting())
+        kinds = chosen["codec_state"]
+        self.step = chosen["step"]
+        self.kept, self.worth, self.state = dict(kinds["kept"]), dict(kinds["worth"]), dict(kinds["state"])
+
+    def _lasting(self) -> dict[str, str]:
+        """What must be the same when a run goes on."""
+        return {"codec": text_of_codec(self.codec)}
 
     def close(self) -> None:
         """Let the thread and the process group of the hook end."""
