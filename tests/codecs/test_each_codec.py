@@ -50,6 +50,23 @@ def test_a_vote_is_the_sign_of_the_majority_and_ties_go_up() -> None:
     assert torch.equal(ranks.reduce(votes)[0], torch.tensor([1.0, -1.0, 1.0, 1.0]))
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_vote_counts_the_same_whatever_else_its_rank_says(world: int) -> None:
+    codec = codec_of("onebit:vote=true,feedback=false")
+    votes = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)).relu() for rank in range(world)]
+    votes = [torch.where(torch.arange(1000) % (rank + 2) == 0, -(10.0**rank), vote) for rank, vote in enumerate(votes)]
+    nays = torch.stack([vote < 0 for vote in votes]).sum(0)
+    wanted = torch.where(2 * nays > world, -1.0, 1.0)
+    assert torch.equal(Ranks(codec, world, flat_parts(1000)).reduce(votes)[0], wanted)
+
+
+def test_a_vote_is_one_bit_an_entry() -> None:
+    conversation = codec_of("onebit:vote=true,feedback=false").reduce(
+        torch.ones(32_000), {}, Place(0, 2, 0, 0, flat_parts(32_000))
+    )
+    assert next(conversation).nbytes == 32_000 / 8
+
+
 def test_random_entries_are_the_same_on_all_ranks_and_others_in_every_step() -> None:
     ranks = Ranks(codec_of("randomk:0.1"), 3, flat_parts(1000))
     first = ranks.reduce(gradients_of(3, 1000, 0))[0]

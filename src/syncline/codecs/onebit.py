@@ -2,8 +2,9 @@
 
     message    scales of float32, one a block | signs, eight in a byte, 1 for zero and above
 
-As a vote (`onebit:vote=true`) the scale is left out, and the result is +1 or -1 by the majority of ranks, ties up:
-signSGD, which learns from signs alone and needs no feedback, and a learning rate of its own.
+As a vote (`onebit:vote=true`) scales are left out, and the result is +1 or -1 by the majority of ranks, ties up:
+signSGD, which learns from signs alone and needs no feedback, and a learning rate of its own. Every rank has one vote
+for each entry, and a zero votes up, as a bit cannot abstain.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Place, State
 from syncline.codecs.conversation import Conversation, Exchange, Gather
 from syncline.codecs.slices import exchange_slices, slice_bounds
-from syncline.codecs.twins import scaled_bytes
+from syncline.codecs.twins import expect_length, pack_bits, scaled_bytes, unpack_bits
 from syncline.errors import ConfigError, PairingError
 
 
@@ -62,16 +63,18 @@ class OneBit(Codec):
         """Signs to the owners of slices, the sign of their sum to all."""
         bounds = slice_bounds(values.numel(), place.world, self.block)
         pieces = [values[lo:hi] for lo, hi in itertools.pairwise(bounds)]
-        heard = yield Exchange([kernels.pack_signs(piece.sign(), self.block) for piece in pieces])
-        own = pieces[place.rank]
-        total = torch.zeros_like(own)
-        for message in heard:
-            self.decode(message, total, "add")
-        ayes = torch.where(total >= 0, 1.0, -1.0)
-        results = yield Gather(kernels.pack_signs(ayes, self.block))
+        heard = yield Exchange([pack_bits(piece >= 0) for piece in pieces])
+        ayes = torch.stack([votes_of(message, pieces[place.rank].numel()) for message in heard]).sum(0)
+        results = yield Gather(pack_bits(2 * ayes >= len(heard)))
 
         def write(out: Tensor) -> None:
-            for rank, message in enumerate(results):
-                self.decode(message, out[bounds[rank] : bounds[rank + 1]])
+            for message, (lo, hi) in zip(results, itertools.pairwise(bounds), strict=True):
+                out[lo:hi] = 2.0 * votes_of(message, hi - lo) - 1.0
 
         return write
+
+
+def votes_of(message: Tensor, numel: int) -> Tensor:
+    """Whether a rank is for each entry to go up."""
+    expect_length(message, (numel + 7) // 8, "votes")
+    return unpack_bits(message, numel)
