@@ -139,6 +139,16 @@ def test_dgc_with_everything_sent_and_no_masking_is_momentum_sgd() -> None:
         torch.testing.assert_close(ranks.reduce(gradients)[0], momentum, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("settings", ["1.0", "0.1,nesterov=true,masking=true", "0.1,values=fp16", "0.5,clip=3.0"])
+def test_dgc_is_the_same_under_a_loss_scale_that_changes(settings: str) -> None:
+    scaled, plain = (Ranks(codec_of(f"dgc:{settings},warmup=2"), 3, flat_parts(50)) for _ in range(2))
+    for step in range(6):
+        scaled.loss_scale = 2.0 ** (step % 3)
+        gradients = gradients_of(3, 50, step)
+        found = scaled.reduce([gradient * scaled.loss_scale for gradient in gradients])[0] / scaled.loss_scale
+        assert torch.equal(found, plain.reduce(gradients)[0])
+
+
 def test_dgc_sends_less_and_less() -> None:
     codec = codec_of("dgc:0.001,warmup=10")
     fractions = [codec.fraction(step) for step in range(12)]

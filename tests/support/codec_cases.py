@@ -70,10 +70,12 @@ class Ranks:
         self.states: list[State] = [codec.start(parts, torch.device("cpu")) for _ in range(world)]
         self.kept = [torch.zeros(self.numel) for _ in range(world)]
         self.step = 0
+        self.loss_scale = 1.0
 
     def reduce(self, gradients: list[Tensor]) -> list[Tensor]:
         """What each rank ends with."""
-        places = [Place(rank, self.world, self.step, self.seed, self.parts) for rank in range(self.world)]
+        where = (self.step, self.seed, self.parts, self.loss_scale)
+        places = [Place(rank, self.world, *where) for rank in range(self.world)]
         values = [gradient.clone() for gradient in gradients]
         if self.codec.feedback:
             values = [value + kept for value, kept in zip(values, self.kept, strict=True)]

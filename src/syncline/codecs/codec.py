@@ -34,6 +34,7 @@ class Place:
     step: int  # the same on all ranks
     seed: int  # of the job, the same on all ranks
     parts: tuple[Part, ...]
+    loss_scale: float = 1.0  # by which gradients are larger than those of the loss
 
     def number(self, *what: object) -> int:
         """A random number that depends on the job, the step, the first parameter and `what`, and on no other state."""

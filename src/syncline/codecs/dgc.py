@@ -3,7 +3,8 @@
 The momentum is kept on each rank, before the selection (correction); an entry that was sent loses its momentum
 (masking, if asked for); a gradient is clipped before it is added; and sparsity grows over the first steps (warm-up).
 The optimizer on top must be plain SGD without momentum. With ratio 1 and masking off it is momentum SGD. Masking is
-for long trainings at 0.001: entries that are sent often have no momentum with it. (Lin and others 2017)
+for long trainings at 0.001: entries that are sent often have no momentum with it. What is kept has the size of
+gradients of the loss itself, so that its scale may change between steps. (Lin and others 2017)
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class DGC(Codec):
 
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
         """One gather."""
-        momentum = gathered(state, place, "momentum")
-        unsent = gathered(state, place, "unsent")
+        momentum = gathered(state, place, "momentum") * place.loss_scale
+        unsent = gathered(state, place, "unsent") * place.loss_scale
         if self.clip:
-            limit = self.clip / place.world**0.5
+            limit = self.clip * place.loss_scale / place.world**0.5
             values.mul_((limit / values.norm().clamp(min=1e-12)).clamp(max=1.0))
         if self.nesterov:
             momentum = (momentum + values) * self.momentum
@@ -83,8 +84,8 @@ class DGC(Codec):
             momentum[chosen] = 0
         messages = yield Gather(message)
         for part in place.parts:
-            state[f"{part.name}/momentum"] = momentum[part.lo : part.hi].clone()
-            state[f"{part.name}/unsent"] = unsent[part.lo : part.hi].clone()
+            state[f"{part.name}/momentum"] = momentum[part.lo : part.hi] / place.loss_scale
+            state[f"{part.name}/unsent"] = unsent[part.lo : part.hi] / place.loss_scale
         return lambda out: kernels.mean_of_entries(out, messages, self.values)
 
 

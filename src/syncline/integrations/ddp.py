@@ -125,7 +125,8 @@ class CodecHook:
     def encode(self, work: Tensor, parts: tuple[Part, ...], now: Pass) -> None:
         """Carry the codec's conversation through, and note what is to be kept."""
         state = self.state_of(parts, work.device)
-        place = Place(self.fabric.rank, self.fabric.world, now.step, self.seed, parts)
+        scale = now.units.loss_scale
+        place = Place(self.fabric.rank, self.fabric.world, now.step, self.seed, parts, scale)
         decoder, _ = converse(self.codec.reduce(work, state, place), self.fabric, "auto")
         now.state |= state
         if self.codec.feedback:
