@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.codec_cases import Ranks, flat_parts, gradients_of, parts_of
+from support.codec_cases import SETTINGS, Ranks, flat_parts, gradients_of, parts_of
 from syncline.codecs import twins
 from syncline.codecs.codec import Part, Place
+from syncline.codecs.composed import innermost
 from syncline.codecs.registry import codec_of
 from syncline.codecs.topk import select_sampled
 from syncline.errors import ConfigError
@@ -164,8 +165,32 @@ def test_a_warm_up_sends_everything_then_less_and_less() -> None:
     assert kept == sorted(kept, reverse=True)
     assert kept[0] > 0.15
     assert kept[-1] == 0.01
+
+
+@pytest.mark.parametrize(
+    "inner", ["dgc:0.01", "rules:codec=(dgc:0.01)", "rules:below=3,codec=(rules:codec=(dgc:0.01))"]
+)
+def test_a_warm_up_of_what_has_momentum_is_refused(inner: str) -> None:
     with pytest.raises(ConfigError, match="warm-up of its own"):
-        codec_of("warmup:codec=(dgc:0.01)")
+        codec_of(f"warmup:codec=({inner})")
+
+
+@pytest.mark.parametrize("around", ["rules:codec=({}),below=10", "rules:names=*x*,codec=(rules:codec=({}),below=10)"])
+def test_a_warm_up_has_its_ramp_also_around_rules(around: str) -> None:
+    plain, ruled = (codec_of(f"warmup:steps=10,codec=({text.format('topk:0.01')})") for text in ("{}", around))
+    assert ruled.at(10).name == "none"
+    assert ruled.at(20) == ruled.inner()
+    for step in range(11, 20):
+        assert type(ruled.at(step)) is type(ruled.inner())
+        assert innermost(ruled.at(step)) == plain.at(step)
+
+
+@pytest.mark.parametrize("text", SETTINGS)
+def test_rules_may_leave_a_codec_nothing_of_a_bucket(text: str) -> None:
+    ranks = Ranks(codec_of(f"rules:below=1000,codec=({text})"), 3, parts_of(((30,), (5, 5))))
+    for step in range(2):
+        gradients = gradients_of(3, ranks.numel, step)
+        torch.testing.assert_close(ranks.reduce(gradients)[0], torch.stack(gradients).mean(0))
 
 
 def test_rules_send_what_they_name_as_it_is() -> None:

@@ -19,6 +19,7 @@ from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Conversation, Mean
 from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
+from syncline.specs import text_of
 
 START = 0.25  # the fraction that is sent when the ramp begins
 
@@ -59,7 +60,7 @@ class Warmup(Composed):
         super().__post_init__()
         if self.steps < 0:
             raise ConfigError(f"steps={self.steps} is less than 0; try warmup:steps=100,codec=({self.codec})")
-        if not self.inner().feedback and hasattr(self.inner(), "momentum"):
+        if hasattr(innermost(self), "momentum"):
             raise ConfigError(
                 f"{self.codec} has a momentum that must run from the first step, and a warm-up of its own"
             )
@@ -72,13 +73,9 @@ class Warmup(Composed):
         """The codec of a step."""
         if step <= self.steps:
             return NoCodec()
-        inner = self.inner()
-        keep: float = getattr(inner, "keep", 1.0)
-        done = min(1.0, (step - self.steps) / max(self.steps, 1))
-        if keep >= START or done >= 1.0:
-            return inner
-        less: Any = {"keep": START * (keep / START) ** done}
-        return replace(inner, **less)  # type: ignore[type-var]
+        if step >= 2 * self.steps:
+            return self.inner()
+        return ramped(self.inner(), (step - self.steps) / self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +116,25 @@ class Rules(Composed):
             put(out, coded, whole)
 
         return write
+
+
+def innermost(codec: Codec) -> Codec:
+    """What a composed codec is made of."""
+    while isinstance(codec, Composed):
+        codec = codec.inner()
+    return codec
+
+
+def ramped(codec: Codec, done: float) -> Codec:
+    """With the fraction that it keeps, or one inside it does, on the way from `START` to its own."""
+    if isinstance(codec, Composed):
+        inner = ramped(codec.inner(), done)
+        return replace(codec, codec=text_of(inner.name, inner))
+    keep: float = getattr(codec, "keep", 1.0)
+    if keep >= START:
+        return codec
+    less: Any = {"keep": START * (keep / START) ** done}
+    return replace(codec, **less)  # type: ignore[type-var]
 
 
 def taken(values: Tensor, parts: Sequence[Part]) -> Tensor:

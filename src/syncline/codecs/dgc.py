@@ -66,8 +66,8 @@ class DGC(Codec):
 
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
         """One gather."""
-        momentum = gathered(state, place, "momentum") * place.loss_scale
-        unsent = gathered(state, place, "unsent") * place.loss_scale
+        momentum = gathered(state, place, "momentum", values) * place.loss_scale
+        unsent = gathered(state, place, "unsent", values) * place.loss_scale
         if self.clip:
             limit = self.clip * place.loss_scale / place.world**0.5
             values.mul_((limit / values.norm().clamp(min=1e-12)).clamp(max=1.0))
@@ -89,6 +89,6 @@ class DGC(Codec):
         return lambda out: kernels.mean_of_entries(out, messages, self.values)
 
 
-def gathered(state: State, place: Place, kind: str) -> Tensor:
-    """One kind of state for all parameters of a bucket."""
-    return torch.cat([state[f"{part.name}/{kind}"] for part in place.parts])
+def gathered(state: State, place: Place, kind: str, like: Tensor) -> Tensor:
+    """One kind of state for all parameters of a bucket, which may be none."""
+    return torch.cat([like.new_zeros(0), *(state[f"{part.name}/{kind}"] for part in place.parts)])

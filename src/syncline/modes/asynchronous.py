@@ -25,7 +25,7 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from syncline.codecs.codec import Codec
-from syncline.codecs.composed import Composed
+from syncline.codecs.composed import innermost
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, PairingError
 from syncline.modes.mode import Mode
@@ -89,13 +89,6 @@ class AsyncSGD(Mode):
 
     def lasting(self) -> Mode:
         return replace(self, servers=1, apart=False)
-
-
-def innermost(codec: Codec) -> Codec:
-    """What a composed codec is made of."""
-    while isinstance(codec, Composed):
-        codec = codec.inner()
-    return codec
 
 
 def tells_changes(codec: Codec) -> bool:
