@@ -33,7 +33,7 @@ def choose_state(
             f"rank {rank} of {world} needs its own state, or those of all {saved_world} ranks that were saved; "
             f"these are of ranks {have}"
         )
-    return merged(sorted(states, key=lambda state: int(state["rank"])))
+    return merged(sorted(states, key=lambda state: int(state["rank"]))) if saved_world > 1 else states[0]
 
 
 def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -213,12 +213,15 @@ class Sync:
     def load_state_dict(self, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on from this rank's own state, or from the states of all ranks, which may have been more or fewer.
 
-        With another number of ranks each starts with the mean of what all had kept, so that nothing is lost.
+        With another number of ranks each starts with the mean of what all had kept, so that nothing is lost. A rank
+        that had nobody to talk to may have kept nothing, and then there is nothing to go on from.
         """
         states = [saved] if isinstance(saved, dict) else list(saved)
         if self.driver is None or self.fabric is None:
             return
-        self.driver.load_state_dict(choose_state(states, self.fabric.rank, self.fabric.world, self._lasting()))
+        chosen = choose_state(states, self.fabric.rank, self.fabric.world, self._lasting())
+        if "codec_state" in chosen:
+            self.driver.load_state_dict(chosen)
 
     def _lasting(self) -> dict[str, str]:
         """What must be the same when a run goes on."""

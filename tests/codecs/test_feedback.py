@@ -147,6 +147,31 @@ def test_with_another_number_of_ranks_the_mean_of_what_was_kept_stays() -> None:
     assert choose_state(saved, 1, 3, {"codec": "topk"}) is saved[1]
 
 
+def save_and_load(fabric: syncline.Fabric, states: list[dict], codec: str, mode: str) -> dict:
+    model = Steep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, mode=mode)
+    if states:
+        sync.load_state_dict(states)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(slopes_of(step, fabric.rank)).backward()
+        optimizer.step()
+    saved = sync.state_dict()
+    sync.close()
+    return saved
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:2", "delayed"])
+@pytest.mark.parametrize("codec", ["none", "topk:0.1"])
+def test_two_ranks_go_on_from_the_state_of_one_and_one_from_those_of_two(codec: str, mode: str) -> None:
+    states: list[dict] = []
+    for world in (1, 2, 1, 3):
+        work = partial(save_and_load, states=states, codec=codec, mode=mode)
+        states = syncline.run(work, ranks=world, fabric="threads")
+        assert [(state["rank"], state["world"]) for state in states] == [(rank, world) for rank in range(world)]
+
+
 @pytest.mark.parametrize(
     ("states", "message"),
     [
