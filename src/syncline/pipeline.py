@@ -190,7 +190,8 @@ class CodecPipeline(Pipeline):
         if dense is not None:
             coding.sample = Sample(step, float(work.norm()), dense)
         coding.staged = dict(coded.state)
-        place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts)
+        scale = coding.units.loss_scale
+        place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts, scale)
         codec = Timed(self.codec)
         coding.decoder, coding.said = self.talk.carry(codec, work, coding.staged, place)
         coding.encode_ns = codec.spent_ns

@@ -1,9 +1,11 @@
-"""GradScaler when the last backward before a step was not synchronized: `sync.wait()` makes its verdict everyone's."""
+"""GradScaler: its verdict is everyone's, also where `sync.wait()` has to make it so; momentum is not of its scale."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,3 +40,30 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_after_waiting() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert all(p.isfinite().all() for p in first)
     assert not torch.equal(first[0], model.weight)
+
+
+def through_dgc(fabric: syncline.Fabric, mode: str, scaled: bool) -> Tensor:
+    weight = nn.Linear(50, 1, bias=False)
+    nn.init.zeros_(weight.weight)
+    optimizer = torch.optim.SGD(weight.parameters(), lr=0.125)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3, enabled=scaled)
+    sync = syncline.Sync(weight, optimizer, fabric=fabric, mode=mode, codec="dgc:0.1,warmup=0", scaler=scaler)
+    for step in range(12):
+        optimizer.zero_grad()
+        slope = torch.randn(50, generator=torch.Generator().manual_seed(10 * step + fabric.rank))
+        scaler.scale(weight(slope)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    sync.drain()
+    sync.close()
+    return weight.weight.detach().clone()
+
+
+@pytest.mark.parametrize(("mode", "world"), [("sync", 2), ("delayed", 2), ("async", 1)])
+def test_the_momentum_of_dgc_does_not_follow_the_scale_of_the_loss(mode: str, world: int) -> None:
+    plain, scaled = (
+        syncline.run(partial(through_dgc, mode=mode, scaled=scaled), ranks=world, fabric="threads")[0]
+        for scaled in (False, True)
+    )
+    assert plain.any()
+    assert torch.equal(plain, scaled)
