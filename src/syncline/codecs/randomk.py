@@ -52,20 +52,20 @@ class RandomK(Codec):
 
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
         """One mean of the entries."""
-        chosen = self.indices(values.numel(), place, values.device)
+        starts = torch.arange(0, values.numel(), self.block, device=values.device)
+        sizes = (values.numel() - starts).clamp(max=self.block)  # the last block may be short
+        chosen = self.indices(starts, sizes, place)
         mean = yield Mean(values[chosen])
         values[chosen] = 0
-        factor = self.block if self.scaled else 1
 
         def write(out: Tensor) -> None:
             out.zero_()
-            out[chosen] = mean * factor
+            out[chosen] = mean * sizes if self.scaled else mean
 
         return write
 
-    def indices(self, numel: int, place: Place, device: torch.device) -> Tensor:
-        """One of every block; the last block may be short."""
-        starts = torch.arange(0, numel, self.block, device=device)
-        sizes = (numel - starts).clamp(max=self.block)
+    def indices(self, starts: Tensor, sizes: Tensor, place: Place) -> Tensor:
+        """One of every block."""
+        device = starts.device
         uniform = torch.rand(len(starts), generator=place.generator(device, "randomk"), device=device)
         return starts + (uniform * sizes).long().clamp(max=self.block - 1).minimum(sizes - 1)
