@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -132,6 +134,29 @@ def test_powersgd_is_exact_for_matrices_of_low_rank_also_for_two_of_one_shape() 
         ranks.kept = [torch.zeros(ranks.numel) for _ in range(3)]
         found = ranks.reduce([gradient] * 3)[0]
     torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("few", [0.0, 1.0, 1e-30])
+def test_powersgd_goes_on_after_a_gradient_with_too_few_directions(few: float) -> None:
+    ranks = Ranks(codec_of("powersgd:3,min_compression_rate=1"), 2, parts_of(((40, 30),)))
+    outer = few * torch.outer(torch.arange(40.0), torch.arange(30.0)).flatten()
+    first = ranks.reduce([outer] * 2)[0]
+    torch.testing.assert_close(first, outer, rtol=1e-4, atol=1e-6)
+    assert bool(first.any()) == bool(few)
+    states = [state["layer.0/factor"] for state in ranks.states]
+    assert torch.equal(*states)
+    for step in range(2):
+        mean = ranks.reduce(gradients_of(2, 1200, step))[0]
+        assert int(torch.linalg.matrix_rank(mean.view(40, 30))) == 3
+
+
+def test_powersgd_draws_other_directions_in_every_step_and_for_every_parameter() -> None:
+    ranks = Ranks(codec_of("powersgd:2"), 2, parts_of(((40, 30), (40, 30))))
+    found = []
+    for _ in range(3):
+        ranks.reduce([torch.zeros(2400)] * 2)
+        found += list(ranks.states[0].values())
+    assert all(not torch.equal(a, b) for a, b in itertools.combinations(found, 2))
 
 
 def test_dgc_with_everything_sent_and_no_masking_is_momentum_sgd() -> None:

@@ -2,15 +2,16 @@
 
     P = M Q, averaged and made orthonormal; Q = M' P, averaged; the mean is about P Q'.
 
-Both thin matrices are held by columns. The last Q is where the next step starts, so that over steps it follows the
-directions that matter. What is kept is this rank's own matrix less its own product, not the averaged one, which keeps
-it bounded. Vectors and matrices that would hardly get smaller go as they are. (Vogels, Karimireddy, Jaggi 2019)
+Both thin matrices are held by columns. The last Q, made orthonormal, is where the next step starts, so that over steps
+it follows the directions that matter; where a gradient had too few of them, others are drawn. What is kept is this
+rank's own matrix less its own product, not the averaged one, which keeps it bounded. Vectors and matrices that would
+hardly get smaller go as they are. (Vogels, Karimireddy, Jaggi 2019)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -45,10 +46,8 @@ class PowerSGD(Codec):
         state = {}
         for part in filter(self.shrinks, parts):
             rows, columns = matrix_shape(part)
-            place = Place(0, 1, 0, 0, (part,))
-            generator = place.generator(torch.device("cpu"), "powersgd")
-            factor = torch.randn(min(self.rank, rows, columns), columns, generator=generator)
-            state[f"{part.name}/factor"] = factor.to(device)
+            like = torch.empty(min(self.rank, rows, columns), columns, device=device)
+            state[f"{part.name}/factor"] = drawn(like, part, Place(0, 1, 0, 0, (part,)))
         return state
 
     def shrinks(self, part: Part) -> bool:
@@ -76,7 +75,7 @@ class PowerSGD(Codec):
         told = yield Mean(together(rights, values))
         factors = apart(told, rights)
         for part, factor in zip(matrices, factors, strict=True):
-            state[f"{part.name}/factor"] = factor
+            state[f"{part.name}/factor"] = next_start(factor, part, place)
 
         def write(out: Tensor) -> None:
             for part, mean in zip(others, plain, strict=True):
@@ -91,6 +90,21 @@ def matrix_shape(part: Part) -> tuple[int, int]:
     """The first dimension, and all others."""
     rows = part.shape[0] if part.shape else 1
     return rows, (part.hi - part.lo) // max(rows, 1)
+
+
+def drawn(like: Tensor, part: Part, place: Place) -> Tensor:
+    """A random factor, the same on all ranks."""
+    generator = replace(place, parts=(part,)).generator(torch.device("cpu"), "powersgd")
+    return torch.randn(like.shape, generator=generator).to(like.device)
+
+
+def next_start(factor: Tensor, part: Part, place: Place) -> Tensor:
+    """The directions of an averaged factor; what is nothing would stay nothing, so it is drawn anew."""
+    start = kernels.orthonormal(factor)
+    is_something = start.any(dim=1)
+    if bool(is_something.all()):
+        return start
+    return torch.where(is_something.unsqueeze(1), start, drawn(start, part, place))
 
 
 def together(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
