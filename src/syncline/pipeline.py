@@ -25,7 +25,7 @@ from syncline.codecs.timed import Timed
 from syncline.collectives.execute import Op
 from syncline.fabric.base import Fabric, Handle, Times
 from syncline.fabric.worker import Worker
-from syncline.guards.finite import is_finite
+from syncline.guards.finite import has_room
 from syncline.tracing.quality import Quality, Watch
 from syncline.tracing.spans import BucketSpan, Recorder
 
@@ -176,7 +176,10 @@ class CodecPipeline(Pipeline):
         return self.worker.submit(work, what, self.fabric.deadlines.operation)
 
     def encode(self, step: int, coded: Coded, coding: Coding, side: Side) -> None:
-        """Everything ranks say about a bucket. One that is not finite here is said to be, and goes as zeros."""
+        """Everything ranks say about a bucket. One that is not finite here, or whose sums may not be, goes as zeros.
+
+        That is said to the others, and so is what could not be kept, before anybody keeps anything.
+        """
         work = coding.work
         if work is not side.values:
             work.copy_(side.values)
@@ -184,7 +187,7 @@ class CodecPipeline(Pipeline):
         if coded.feedback is not None:
             coded.feedback.add_to(work, coding.units)
         self.talk.collect(work)
-        if not is_finite(work):
+        if not has_room(work, self.fabric.world):
             side.bad.fill_(1)
             work.zero_()
         if dense is not None:
@@ -195,6 +198,8 @@ class CodecPipeline(Pipeline):
         codec = Timed(self.codec)
         coding.decoder, coding.said = self.talk.carry(codec, work, coding.staged, place)
         coding.encode_ns = codec.spent_ns
+        if not all(has_room(tensor, self.fabric.world) for tensor in to_be_kept(coded, coding)):
+            side.bad.fill_(1)
         self.fabric.all_reduce(side.tail, op="mean")
 
     def coded_of(self, bucket: Bucket) -> Coded:
@@ -204,9 +209,10 @@ class CodecPipeline(Pipeline):
     def finish(self, flights: Sequence[Flight], is_good: Callable[[], bool]) -> Handle:
         def work() -> Times:
             began_ns = monotonic_ns()
-            if all(flight.coding and flight.coding.decoder for flight in flights) and is_good():
+            if all(flight.coding and flight.coding.decoder for flight in flights):
+                end = self.settle if is_good() else self.give_up
                 for flight in flights:
-                    self.settle(flight)
+                    end(flight)
             return Times(began_ns, began_ns, monotonic_ns())
 
         return self.submit(work, "what a pass comes to")
@@ -229,6 +235,11 @@ class CodecPipeline(Pipeline):
             flight.side.values.copy_(coding.work)
         coding.decoder = None
 
+    def give_up(self, flight: Flight) -> None:
+        """There is no mean of a bucket that is bad somewhere; a GradScaler is to see that, on all ranks."""
+        if flight.side.bad.item() > 0:
+            flight.side.values.fill_(torch.inf)
+
     def mean_of_some(self, values: Tensor) -> Tensor:
         """The dense mean over ranks, of some entries only: it is one more message."""
         return self.fabric.all_reduce(some_of(values).clone(), op="mean")
@@ -241,6 +252,12 @@ class CodecPipeline(Pipeline):
 
     def close(self) -> None:
         self.worker.close(drain=False)
+
+
+def to_be_kept(coded: Coded, coding: Coding) -> list[Tensor]:
+    """What a pass changes if it is good: what was not sent, and new state."""
+    left = [coding.work] if coded.feedback is not None else []
+    return left + [tensor for key, tensor in coding.staged.items() if tensor is not coded.state[key]]
 
 
 def some_of(values: Tensor) -> Tensor:

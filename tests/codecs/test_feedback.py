@@ -78,6 +78,40 @@ def test_sent_plus_kept_is_the_gradient_with_changing_rates_and_skipped_steps(
         assert error <= 2e-5 * (1 + exact.norm())
 
 
+def around_a_large_step(fabric: syncline.Fabric, codec: str, large: float) -> list[dict[str, dict[str, Tensor]]]:
+    """What codecs keep before and after a step with a few large entries, and at the end."""
+    model = Steep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, **SMALL)
+    kept = []
+    for step in range(5):
+        slopes = slopes_of(step, fabric.rank)
+        if step == 2:
+            slopes[0][3, 3] = slopes[0][20, 3] = slopes[1][5] = large
+        optimizer.zero_grad()
+        model(slopes).backward()
+        optimizer.step()
+        state = copy.deepcopy(sync.state_dict()["codec_state"])
+        parameters = copy.deepcopy(dict(model.state_dict()))
+        kept.append({"kept": state["kept"], "state": state["state"], "parameters": parameters})
+    return [kept[1], kept[2], kept[4]]
+
+
+def flat_of(found: dict[str, dict[str, Tensor]]) -> Tensor:
+    return torch.cat([tensor.flatten() for kind in found.values() for tensor in kind.values()])
+
+
+@pytest.mark.parametrize("large", [3e38, 1e35])
+@pytest.mark.parametrize("codec", [*CODECS, "bf16:feedback=true", "dgc:0.1,warmup=0", "rules:codec=(int8),below=100"])
+def test_sums_that_overflow_are_skipped_and_leave_what_was_kept_as_it_was(codec: str, large: float) -> None:
+    for before, after, end in syncline.run(
+        partial(around_a_large_step, codec=codec, large=large), ranks=2, fabric="threads"
+    ):
+        assert torch.equal(flat_of(before), flat_of(after))
+        assert flat_of(end).isfinite().all()
+        assert not torch.equal(flat_of(end), flat_of(after))
+
+
 def trained(
     fabric: syncline.Fabric, model: nn.Module, codec: str, steps: int = 6, interrupted: int = 0
 ) -> list[Tensor]:

@@ -67,3 +67,23 @@ def test_the_momentum_of_dgc_does_not_follow_the_scale_of_the_loss(mode: str, wo
     )
     assert plain.any()
     assert torch.equal(plain, scaled)
+
+
+def scale_after_an_overflow(fabric: syncline.Fabric, codec: str) -> float:
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    syncline.Sync(net, optimizer, fabric=fabric, scaler=scaler, codec=codec)
+    for step in range(3):
+        optimizer.zero_grad()
+        overflows = step == 1 and fabric.rank == 1
+        scaler.scale(net(torch.ones(4, 3)).sum() * (float("inf") if overflows else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "topk:0.5", "dgc:0.5"])
+def test_an_overflow_on_one_rank_lowers_the_scale_of_all(codec: str) -> None:
+    scales = syncline.run(lambda fabric: scale_after_an_overflow(fabric, codec), ranks=2, fabric="threads")
+    assert scales == [512.0, 512.0]

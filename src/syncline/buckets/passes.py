@@ -19,7 +19,7 @@ class Verdict:
     """What all ranks know at the end of a pass."""
 
     failed: bool  # a rank failed in its backward pass, so the gradients mean nothing
-    bad: tuple[int, ...]  # buckets that were not finite on some rank before they were encoded
+    bad: tuple[int, ...]  # buckets that a codec could not take on some rank: not finite, or too large
     active: tuple[int, ...]  # ranks that took part with data
     turns: tuple[int, ...] = ()  # of each rank: how many passes it has made since its last step, with this one
     late: bool = False  # a rank came to it only in its step, when others may have changed their gradients already

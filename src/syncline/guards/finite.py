@@ -18,6 +18,7 @@ from syncline.errors import NonFiniteGradient
 log = logging.getLogger(__name__)
 Policy = Literal["skip", "raise", "ignore"]
 POLICIES: tuple[Policy, ...] = ("skip", "raise", "ignore")
+SPARE = 16.0  # for momentum on top of what was not sent, random factors and the like
 
 
 def is_finite(values: Tensor) -> bool:
@@ -26,6 +27,15 @@ def is_finite(values: Tensor) -> bool:
     if torch.isfinite(values.sum(dtype=wide)).item():
         return True
     return bool(torch.isfinite(values).all())
+
+
+def has_room(values: Tensor, times: int) -> bool:
+    """Whether all is finite, and stays so when a codec adds up any of the magnitudes, so many times over."""
+    if not values.numel():
+        return True
+    lowest, highest = torch.aminmax(values)
+    largest = float(torch.maximum(highest, -lowest))
+    return largest * values.numel() * times * SPARE < torch.finfo(values.dtype).max
 
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str:

@@ -191,7 +191,9 @@ class GradientDriver(Driver):
             return "a rank failed in its backward pass"
         if verdict.bad:
             names = [slot.name for slot in self.reducer.layout.buckets[verdict.bad[0]].slots]
-            return f"the gradient of one of {', '.join(names[:3])} is not finite on some rank"
+            return (
+                f"the gradient of one of {', '.join(names[:3])} is not finite on some rank, or too large to be added up"
+            )
         return self.what_is_not_finite()
 
     def what_is_not_finite(self) -> str:
