@@ -177,6 +177,9 @@ void bind_halves(nb::module_& m) {
   m.def("narrow", [](uintptr_t out, uintptr_t values, size_t count, int dtype) {
           narrow_buffer(at(out), at<float>(values), count, DataType(dtype));
         }, "out"_a, "values"_a, "count"_a, "dtype"_a, ReleaseGil());
+  m.def("narrow_saturated", [](uintptr_t out, uintptr_t values, size_t count, int dtype) {
+          narrow_saturated(at(out), at<float>(values), count, DataType(dtype));
+        }, "out"_a, "values"_a, "count"_a, "dtype"_a, ReleaseGil());
   m.def("widen", [](uintptr_t out, uintptr_t halves, size_t count, int dtype) {
           widen_buffer(at<float>(out), at(halves), count, DataType(dtype));
         }, "out"_a, "halves"_a, "count"_a, "dtype"_a, ReleaseGil());

@@ -8,6 +8,7 @@
 
 #include "codec_kernels.h"
 #include "errors.h"
+#include "halves.h"
 #include "indices.h"
 #include "kernels.h"
 
@@ -40,7 +41,7 @@ void write_block(uint8_t* scale, uint8_t* to, float* values, size_t count, Form 
   if (form == Form::fp32) std::memcpy(to, values, count * sizeof(float));
   if (form == Form::fp16) {
     uint16_t halves[block];
-    narrow(halves, values, count, DataType::float16);
+    narrow_saturated(halves, values, count, DataType::float16);
     std::memcpy(to, halves, count * sizeof(uint16_t));
     widen(values, halves, count, DataType::float16);
   }

@@ -1,5 +1,6 @@
 #include "halves.h"
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kernels.h"
@@ -25,6 +26,22 @@ void in_streams(size_t count, const Work& work) {
 void narrow_buffer(void* out, const float* in, size_t count, DataType dtype) {
   auto* halves = static_cast<uint16_t*>(out);
   in_streams(count, [&](size_t at, size_t now) { narrow(halves + at, in + at, now, dtype); });
+}
+
+void narrow_saturated(void* out, const float* in, size_t count, DataType dtype) {
+  const float most = dtype == DataType::float16 ? 65504.0f : 0x1.fep127f;
+  auto* halves = static_cast<uint16_t*>(out);
+  in_streams(count, [&](size_t at, size_t now) {
+    for (size_t i = 0; i < now; i += step) {
+      float some[step];
+      const size_t few = std::min(step, now - i);
+      for (size_t k = 0; k < few; ++k) {
+        const float value = in[at + i + k];
+        some[k] = value > most ? most : value < -most ? -most : value;
+      }
+      narrow(halves + at + i, some, few, dtype);
+    }
+  });
 }
 
 void widen_buffer(float* out, const void* in, size_t count, DataType dtype) {

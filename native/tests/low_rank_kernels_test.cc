@@ -143,6 +143,23 @@ TEST(rows_become_orthonormal_and_those_of_nothing_stay_nothing) {
   }
 }
 
+TEST(saturated_halves_are_those_of_the_twin_or_the_largest) {
+  for (const DataType dtype : {DataType::float16, DataType::bfloat16})
+    for (const size_t count : {0, 1, 255, 1023, 1024, 1025, 5000}) {
+      std::vector<float> values(count);
+      std::vector<uint16_t> halves(count + 1, 0xabcd);
+      fill_wild(values.data(), count, DataType::float32, count);
+      narrow_saturated(halves.data(), values.data(), count, dtype);
+      CHECK(halves[count] == 0xabcd);
+      const float most = dtype == DataType::float16 ? 65504.0f : 0x1.fep127f;
+      for (size_t i = 0; i < count; ++i) {
+        const float wanted = twin_widen(twin_narrow(std::isnan(values[i]) ? values[i] : std::clamp(values[i], -most, most), dtype), dtype);
+        const float found = twin_widen(halves[i], dtype);
+        CHECK(std::isnan(wanted) ? std::isnan(found) : found == wanted, "%zu of %zu: %g, not %g", i, count, found, wanted);
+      }
+    }
+}
+
 TEST(large_buffers_of_halves_are_those_of_the_twin) {
   for (const DataType dtype : {DataType::float16, DataType::bfloat16})
     for (const size_t count : {0, 1, 255, 1023, 1024, 1025, 5000}) {

@@ -23,6 +23,18 @@ def test_half_precision_sums_in_fp32_and_divides_before_it_rounds() -> None:
     assert torch.equal(tiny, torch.full((3,), 6e-8).half().float())
 
 
+@pytest.mark.parametrize("text", ["fp16:feedback=true", "topk:0.5,values=fp16", "dgc:0.5,values=fp16,momentum=0"])
+def test_what_is_too_large_for_half_precision_is_sent_bit_by_bit(text: str) -> None:
+    gradients = [torch.tensor([100_000.0, -300_000.0, 1.0, 0.0]), torch.tensor([70_000.0, 30_000.0, -1.0, 0.0])]
+    ranks = Ranks(codec_of(text), 2, flat_parts(4))
+    total = ranks.reduce(gradients)[0]
+    for _ in range(20):
+        mean = ranks.reduce([torch.zeros(4)] * 2)[0]
+        assert mean.abs().max() <= 65504.0
+        total += mean
+    torch.testing.assert_close(total, torch.stack(gradients).mean(0), rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("text", ["int8:feedback=false", "int4:feedback=false"])
 def test_the_error_of_integers_does_not_grow_with_the_number_of_ranks(text: str) -> None:
     errors = []

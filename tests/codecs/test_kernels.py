@@ -63,7 +63,7 @@ def test_native_messages_and_means_equal_their_twins(
     generator = torch.Generator().manual_seed(seed)
     messages = []
     for _ in range(world):
-        values = torch.randn(numel, generator=generator)
+        values = torch.randn(numel, generator=generator) * 1e4
         positions = (torch.rand(numel, generator=generator) < density**4).nonzero().view(-1)
         ours, theirs = values.clone(), values.clone()
         messages.append(kernels.take_entries(ours, positions, form))
@@ -122,6 +122,9 @@ def test_native_halves_are_those_of_the_twin(numel: int, dtype: torch.dtype) -> 
     values = torch.randn(numel, generator=generator) * 10 ** torch.empty(numel).uniform_(-9, 6, generator=generator)
     halves = kernels.narrow(values, dtype)
     assert torch.equal(halves, twins.narrow(values, dtype))
+    saturated = kernels.narrow_saturated(values, dtype)
+    assert torch.equal(saturated, twins.narrow_saturated(values, dtype))
+    assert torch.equal(saturated, halves.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max))
     ours, theirs = torch.empty(numel), torch.empty(numel)
     kernels.widen(ours, halves)
     twins.widen(theirs, halves)

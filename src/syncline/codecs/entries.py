@@ -2,7 +2,8 @@
 
     message    count, bytes of positions (int64 each) | positions | values
 
-Values are float32, float16, or integers of 8 bits with a scale for every 256 of them.
+Values are float32, float16, or integers of 8 bits with a scale for every 256 of them. A value that is too large for
+float16 goes as its largest number.
 """
 
 from __future__ import annotations
@@ -40,11 +41,14 @@ def write_message(positions: Tensor, values: Tensor, numel: int, form: str) -> T
     """Positions and values as bytes."""
     written = encode_indices(positions, numel)
     header = torch.tensor([len(positions), len(written)]).view(torch.uint8)
+    return torch.cat([header, written, write_values(values.cpu(), form)])
+
+
+def write_values(values: Tensor, form: str) -> Tensor:
+    """As bytes."""
     if form == "int8":
-        body = twins.quantize(values.cpu(), BLOCK, 8, None)
-    else:
-        body = values.to(torch.float16 if form == "fp16" else torch.float32).cpu().view(torch.uint8)
-    return torch.cat([header, written, body])
+        return twins.quantize(values, BLOCK, 8, None)
+    return (twins.narrow_saturated(values, torch.float16) if form == "fp16" else values).view(torch.uint8)
 
 
 def read_message(message: Tensor, numel: int, form: str) -> tuple[Tensor, Tensor]:

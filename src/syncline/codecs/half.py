@@ -1,7 +1,8 @@
 """16-bit floats on the wire, added in fp32 by the owner of each slice. Wire: 2 bytes an element.
 
 fp16 has ten digits of mantissa and overflows above 65504, bf16 seven and the range of fp32. The mean is rounded once,
-after the division, so 8 ranks with 20000 each do not overflow.
+after the division, so 8 ranks with 20000 each do not overflow. With feedback the largest number goes instead of an
+infinity, and the rest is kept.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Fp16(Codec):
 
     def take(self, values: Tensor, _: int) -> Tensor:
         """Values to a message, which leaves what it does not say."""
-        message = kernels.narrow(values, self.wire).view(torch.uint8)
+        message = kernels.narrow_saturated(values, self.wire).view(torch.uint8)
         self.decode(message, values, "subtract")
         return message
 

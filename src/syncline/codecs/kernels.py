@@ -192,6 +192,15 @@ def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
     return halves
 
 
+def narrow_saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """To 16-bit floats, to the largest one instead of infinity."""
+    if not runs_natively(values) or values.dtype != torch.float32:
+        return twins.narrow_saturated(values, dtype)
+    halves = torch.empty_like(values, dtype=dtype)
+    native.narrow_saturated(halves.data_ptr(), values.data_ptr(), values.numel(), NATIVE_DTYPES[dtype])  # type: ignore[union-attr]
+    return halves
+
+
 def widen(out: Tensor, halves: Tensor) -> None:
     """From 16-bit floats."""
     if not runs_natively(out, halves) or out.dtype != torch.float32:

@@ -143,6 +143,12 @@ def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
+def narrow_saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """To 16-bit floats, to the largest one instead of infinity."""
+    most = torch.finfo(dtype).max
+    return values.clamp(-most, most).to(dtype)
+
+
 def widen(out: Tensor, halves: Tensor) -> None:
     """From 16-bit floats."""
     out.copy_(halves)
