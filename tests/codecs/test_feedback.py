@@ -112,6 +112,52 @@ def test_sums_that_overflow_are_skipped_and_leave_what_was_kept_as_it_was(codec:
         assert not torch.equal(flat_of(end), flat_of(after))
 
 
+def kept_around_the_end_of_join(fabric: syncline.Fabric, codec: str, mode: str) -> list[Tensor]:
+    """What is kept when the last step has been made, and when all ranks know that there are no more."""
+    model = Steep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, mode=mode, **SMALL)
+    with sync.join():
+        for step in range(4):
+            optimizer.zero_grad()
+            model(slopes_of(step, fabric.rank)).backward()
+            optimizer.step()
+        before = copy.deepcopy(sync.state_dict()["codec_state"])
+    after = sync.state_dict()["codec_state"]
+    return [flat_of({kind: state[kind] for kind in ("kept", "state")}) for state in (before, after)]
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:every=2", "diloco:every=2"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2"])
+def test_what_is_kept_is_not_sent_in_a_pass_that_nobody_uses(codec: str, mode: str) -> None:
+    work = partial(kept_around_the_end_of_join, codec=codec, mode=mode)
+    for before, after in syncline.run(work, ranks=2, fabric="threads"):
+        assert before.any()
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("counts", [(4, 4), (3, 4), (5, 1, 3)], ids=str)
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2"])
+def test_sent_plus_kept_is_the_gradient_after_uneven_batches(codec: str, counts: tuple[int, ...]) -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        model = Steep()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, **SMALL)
+        with sync.join():
+            for step in range(counts[fabric.rank]):
+                optimizer.zero_grad()
+                model(slopes_of(step, fabric.rank)).backward()
+                optimizer.step()
+        kept = sync.state_dict()["codec_state"]["kept"]
+        pairs = [(p.detach().flatten(), 0.1 * kept[name]) for name, p in model.named_parameters()]
+        return torch.cat([left - moved for moved, left in pairs]).double()
+
+    found = torch.stack(syncline.run(work, ranks=len(counts), fabric="threads")).mean(0)
+    slopes = [slopes_of(step, rank) for rank, count in enumerate(counts) for step in range(count)]
+    exact = sum(torch.cat([slope.flatten() for slope in some]).double() for some in slopes) * 0.1 / len(counts)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
 def trained(
     fabric: syncline.Fabric, model: nn.Module, codec: str, steps: int = 6, interrupted: int = 0
 ) -> list[Tensor]:

@@ -26,8 +26,8 @@ class Verdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether the gradients can be used."""
-        return not self.failed and not self.bad and len(ranks_by_turn(self.turns)) < 2
+        """Whether there are gradients, and they can be used."""
+        return bool(self.active) and not self.failed and not self.bad and len(ranks_by_turn(self.turns)) < 2
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -77,7 +78,8 @@ class Exchange:
             if bucket is fragment.buckets[-1]:
                 write_verdict(bucket, self.fabric.rank, failed=False, turn=int(contributes))
             fragment.flights.append(self.pipeline.start(self.rounds, bucket))
-        fragment.ending = self.pipeline.finish(fragment.flights, lambda: True)
+        is_heard = partial(lambda flights: bool(read_verdict(flights).active), fragment.flights)
+        fragment.ending = self.pipeline.finish(fragment.flights, is_heard)
 
     def arrive(self, fragment: Fragment) -> Verdict:
         """Wait for a fragment: views of its slots then hold the means over the ranks that contributed."""
