@@ -196,6 +196,29 @@ def test_resuming_gives_the_run_that_was_not_interrupted_bit_for_bit(codec: str)
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.parametrize("slope", [1.0, float("nan")])
+@pytest.mark.parametrize("codec", ["topk:0.1", "powersgd:2", "dgc:0.1"])
+def test_a_run_goes_on_that_was_saved_before_a_step_counted(codec: str, slope: float) -> None:
+    """The learning rate was still 0, or the gradient was not finite."""
+
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        model, state = Steep(), None
+        for rate in (0.0, 0.1):
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
+            if state is not None:
+                sync.load_state_dict(state)
+            optimizer.zero_grad()
+            model([slope * some if rate == 0.0 else some for some in slopes_of(0, fabric.rank)]).backward()
+            optimizer.step()
+            state = copy.deepcopy(sync.state_dict())
+            sync.close()
+        return [p.detach() for p in model.parameters()]
+
+    for parameters in syncline.run(work, ranks=2, fabric="threads"):
+        assert torch.cat([p.flatten() for p in parameters]).any()
+
+
 def all_codecs(fabric: syncline.Fabric, model: nn.Module) -> list[list[Tensor]]:
     return [trained(fabric, model, codec) for codec in EVERY_CODEC]
 

@@ -70,4 +70,5 @@ def restore(coded: Coded, saved: Saved) -> None:
     for part in coded.parts:
         if part.name in saved.get("kept", {}):
             coded.feedback.kept[part.lo : part.hi] = saved["kept"][part.name].flatten()
+        if part.name in saved.get("worth", {}):  # nothing was kept before the first step that counted
             coded.feedback.worth[part.name] = saved["worth"][part.name]
