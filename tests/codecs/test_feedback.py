@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import syncline
+from support.codec_cases import parts_of
+from syncline.codecs.memory import Coded, Memory
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError
 from syncline.state import choose_state
@@ -217,6 +219,23 @@ def test_a_run_goes_on_that_was_saved_before_a_step_counted(codec: str, slope: f
 
     for parameters in syncline.run(work, ranks=2, fabric="threads"):
         assert torch.cat([p.flatten() for p in parameters]).any()
+
+
+@pytest.mark.parametrize("codec", ["topk:0.5", "powersgd:1,min_compression_rate=1", "dgc:0.5"])
+def test_what_was_loaded_is_held_once_and_the_state_that_was_given_stays_whole(codec: str) -> None:
+    parts = parts_of(((8, 6), (5,)))
+    tensors = Coded.begin(codec_of(codec), parts, torch.device("cpu"), feeds_back=True).state
+    kept = {part.name: torch.ones(part.hi - part.lo) for part in parts}
+    saved = {"kept": kept, "worth": dict.fromkeys(kept, 0.1), "state": {key: tensors[key] + 1 for key in tensors}}
+    whole = copy.deepcopy(saved)
+    memory = Memory(codec_of(codec))
+    for _ in range(2):
+        memory.load_state_dict(saved)
+        memory.of(0, lambda: parts, torch.device("cpu"))
+        used = ("kept", "worth", "state") if memory.codec.feedback else ("state",)
+        assert not any(memory.saved[kind] for kind in used)
+        torch.testing.assert_close(memory.state_dict(), whole, rtol=0, atol=0)
+        torch.testing.assert_close(saved, whole, rtol=0, atol=0)
 
 
 def all_codecs(fabric: syncline.Fabric, model: nn.Module) -> list[list[Tensor]]:

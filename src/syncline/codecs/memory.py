@@ -34,7 +34,7 @@ class Memory:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
         self.coded: dict[int, Coded] = {}
-        self.saved: Saved = {}
+        self.saved: Saved = {}  # and not yet put back
 
     def of(self, number: int, parts: Callable[[], tuple[Part, ...]], device: torch.device) -> Coded:
         """What is kept of a bucket, whose parts are asked for once."""
@@ -55,20 +55,20 @@ class Memory:
 
     def load_state_dict(self, saved: Saved) -> None:
         """Go on from there."""
-        self.saved = saved
+        self.saved = {kind: dict(values) for kind, values in saved.items()}
         for coded in self.coded.values():
-            restore(coded, saved)
+            restore(coded, self.saved)
 
 
 def restore(coded: Coded, saved: Saved) -> None:
-    """Put back what was saved of the parameters of a bucket."""
-    for key in coded.state:
-        if key in saved.get("state", {}):
-            coded.state[key] = saved["state"][key].clone()
+    """Put back what was saved of the parameters of a bucket, which is then held only here."""
+    kept, worth, state = (saved.get(kind, {}) for kind in ("kept", "worth", "state"))
+    for key in coded.state.keys() & state.keys():
+        coded.state[key] = state.pop(key).clone()
     if coded.feedback is None:
         return
     for part in coded.parts:
-        if part.name in saved.get("kept", {}):
-            coded.feedback.kept[part.lo : part.hi] = saved["kept"][part.name].flatten()
-        if part.name in saved.get("worth", {}):  # nothing was kept before the first step that counted
-            coded.feedback.worth[part.name] = saved["worth"][part.name]
+        if part.name in kept:
+            coded.feedback.kept[part.lo : part.hi] = kept.pop(part.name).flatten()
+        if part.name in worth:  # nothing was kept before the first step that counted
+            coded.feedback.worth[part.name] = worth.pop(part.name)
