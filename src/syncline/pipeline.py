@@ -198,7 +198,7 @@ class CodecPipeline(Pipeline):
         codec = Timed(self.codec)
         coding.decoder, coding.said = self.talk.carry(codec, work, coding.staged, place)
         coding.encode_ns = codec.spent_ns
-        if not all(has_room(tensor, self.fabric.world) for tensor in to_be_kept(coded, coding)):
+        if not all(has_room(tensor, self.fabric.world) for tensor in to_be_kept(coded, work, coding.staged)):
             side.bad.fill_(1)
         self.fabric.all_reduce(side.tail, op="mean")
 
@@ -254,10 +254,10 @@ class CodecPipeline(Pipeline):
         self.worker.close(drain=False)
 
 
-def to_be_kept(coded: Coded, coding: Coding) -> list[Tensor]:
+def to_be_kept(coded: Coded, left: Tensor, staged: State) -> list[Tensor]:
     """What a pass changes if it is good: what was not sent, and new state."""
-    left = [coding.work] if coded.feedback is not None else []
-    return left + [tensor for key, tensor in coding.staged.items() if tensor is not coded.state[key]]
+    new = [tensor for key, tensor in staged.items() if tensor is not coded.state[key]]
+    return new if coded.feedback is None else [left, *new]
 
 
 def some_of(values: Tensor) -> Tensor:

@@ -191,6 +191,28 @@ def test_a_nan_discards_the_push_of_its_worker_alone() -> None:
         assert torch.equal(found, torch.full((3,), START - RATE * (4 * slope_of(0) + 3 * slope_of(1))))
 
 
+@pytest.mark.parametrize("codec", ["int8", "topk:0.5", "onebit", "dgc:0.5,warmup=0"])
+def test_a_gradient_that_is_too_large_for_a_codec_discards_the_push_of_its_worker_alone(codec: str) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[list[Tensor], int]:
+        model = Line()
+        optimizer = SGD(model.parameters(), lr=RATE)
+        sync = syncline.Sync(model, optimizer, fabric=fabric, mode="async:share=false,servers=2", codec=codec)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(3e38 if (fabric.rank, step) == (1, 2) else slope_of(fabric.rank)).backward()
+            optimizer.step()
+        sync.drain()
+        saved = sync.state_dict()["codec_state"]
+        kept = [tensor for kind in ("kept", "state") for tensor in saved[kind].values()]
+        found, version = [*kept, model.first.detach().clone()], sync.driver.server.version
+        sync.close()
+        return found, version
+
+    for found, version in syncline.run(work, ranks=2, fabric="threads"):
+        assert version == 7
+        assert all(tensor.isfinite().all() and tensor.abs().max() < 1e6 for tensor in found)
+
+
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize("codec", ["none", "topk:0.1", "int8"])
 def test_sent_plus_kept_is_the_gradient_while_the_scale_of_the_loss_changes_and_one_overflows(

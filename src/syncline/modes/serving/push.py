@@ -17,11 +17,11 @@ from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
 from syncline.fabric.base import Handle, Times
 from syncline.fabric.worker import Worker
-from syncline.guards.finite import is_finite
+from syncline.guards.finite import has_room, is_finite
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server
-from syncline.pipeline import Flight, Pipeline, parts_of
+from syncline.pipeline import Flight, Pipeline, parts_of, to_be_kept
 
 
 @dataclass
@@ -99,30 +99,40 @@ class PushPipeline(Pipeline):
         return Flight(bucket, side, handle, ready_ns, said=lambda: self.said[bucket.number])
 
     def push(self, step: int, bucket: Bucket, side: Side, units: Units) -> None:
-        """Stage a bucket at its server; one that is not finite is only marked."""
-        if not self.sends_anything and not is_finite(side.values):
+        """Stage a bucket at its server; one that cannot be sent is only marked."""
+        self.said[bucket.number] = 0
+        message = self.message_of(step, bucket, side, units)
+        if message is None:
             side.bad.fill_(1)
-            self.said[bucket.number] = 0
             return
-        message = Message(Kind.PUSH, bucket.number, step, payload=side.flat)
-        if not isinstance(self.codec, NoCodec):
-            words = torch.cat([side.flags.cpu().to(torch.int64), self.encode(step, bucket, side, units)])
-            message = Message(Kind.PUSH, bucket.number, step, body=words)
         self.said[bucket.number] = message.body.nbytes + message.payload.nbytes
         link = self.links[self.server_of[bucket.number]]
         with naming_server(link):
             link.send(message)
 
-    def encode(self, step: int, bucket: Bucket, side: Side, units: Units) -> Tensor:
+    def message_of(self, step: int, bucket: Bucket, side: Side, units: Units) -> Message | None:
+        """With the gradients or what a codec makes of them; None if they are not finite, or too large for it."""
+        if isinstance(self.codec, NoCodec):
+            is_sent = self.sends_anything or is_finite(side.values)
+            return Message(Kind.PUSH, bucket.number, step, payload=side.flat) if is_sent else None
+        words = self.encode(step, bucket, side, units)
+        if words is None:
+            return None
+        return Message(Kind.PUSH, bucket.number, step, body=torch.cat([side.flags.cpu().to(torch.int64), words]))
+
+    def encode(self, step: int, bucket: Bucket, side: Side, units: Units) -> Tensor | None:
         """What a codec makes of a copy of the gradients."""
         work = side.values.to("cpu", torch.float32, copy=True)
         coded = self.coded_of(bucket.number, bucket.slots)
         if coded.feedback is not None:
             coded.feedback.add_to(work, units)
+        if not has_room(work, 1):
+            return None
         coder = Coder(self.codec, coded, seed_of(self.seed, self.fabric.rank, "push"))
         words, _, state = coder.say(work, step)
         self.pushed[bucket.number] = Pushed(coded, work, state, units)
-        return words
+        is_kept = all(has_room(tensor, 1) for tensor in to_be_kept(coded, work, state))
+        return words if is_kept else None
 
     def coded_of(self, number: int, slots: Sequence[Slot]) -> Coded:
         """What is kept of a bucket."""
