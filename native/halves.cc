@@ -21,6 +21,14 @@ void in_streams(size_t count, const Work& work) {
   work(streams * each, count - streams * each);
 }
 
+// NaN stays NaN.
+void saturate(float* __restrict out, const float* __restrict in, size_t count, float most) {
+  for (size_t i = 0; i < count; ++i) {
+    const float below = in[i] > most ? most : in[i];
+    out[i] = below < -most ? -most : below;
+  }
+}
+
 }  // namespace
 
 void narrow_buffer(void* out, const float* in, size_t count, DataType dtype) {
@@ -32,14 +40,11 @@ void narrow_saturated(void* out, const float* in, size_t count, DataType dtype) 
   const float most = dtype == DataType::float16 ? 65504.0f : 0x1.fep127f;
   auto* halves = static_cast<uint16_t*>(out);
   in_streams(count, [&](size_t at, size_t now) {
-    for (size_t i = 0; i < now; i += step) {
+    for (size_t end = at + now; at < end; at += step) {
       float some[step];
-      const size_t few = std::min(step, now - i);
-      for (size_t k = 0; k < few; ++k) {
-        const float value = in[at + i + k];
-        some[k] = value > most ? most : value < -most ? -most : value;
-      }
-      narrow(halves + at + i, some, few, dtype);
+      const size_t few = std::min(step, end - at);
+      saturate(some, in + at, few, most);
+      narrow(halves + at, some, few, dtype);
     }
   });
 }
