@@ -129,9 +129,6 @@ void bind_codecs(nb::module_& m) {
   m.def("dequantize", [](uintptr_t out, uintptr_t scales, uintptr_t codes, size_t count, size_t block, int bits, int how) {
           codec_kernels().dequantize(at<float>(out), at<float>(scales), at<uint8_t>(codes), count, block, bits, How(how));
         }, "out"_a, "scales"_a, "codes"_a, "count"_a, "block"_a, "bits"_a, "how"_a, ReleaseGil());
-  m.def("pack_signs", [](uintptr_t scales, uintptr_t bits, uintptr_t values, size_t count, size_t block) {
-          codec_kernels().pack_signs(at<float>(scales), at<uint8_t>(bits), at<float>(values), count, block);
-        }, "scales"_a, "bits"_a, "values"_a, "count"_a, "block"_a, ReleaseGil());
   m.def("take_signs", [](uintptr_t scales, uintptr_t bits, uintptr_t values, size_t count, size_t block) {
           take_signs(codec_kernels(), at<float>(scales), at<uint8_t>(bits), at<float>(values), count, block);
         }, "scales"_a, "bits"_a, "values"_a, "count"_a, "block"_a, ReleaseGil());

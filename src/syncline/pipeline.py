@@ -223,7 +223,7 @@ class CodecPipeline(Pipeline):
         assert coding is not None
         assert coding.decoder is not None
         coded.state = coding.staged
-        left = float(coding.work.norm()) if coding.sample is not None else 0.0
+        left = float(coding.work.norm()) if coding.sample is not None and coded.feedback is not None else None
         if coded.feedback is not None:
             coded.feedback.commit(coding.work, coding.units)
         began_ns = monotonic_ns()
@@ -265,9 +265,16 @@ def some_of(values: Tensor) -> Tensor:
     return values[:: (len(values) // MOST_SAMPLED) | 1]
 
 
-def quality_of(number: int, sample: Sample, left: float, mean: Tensor) -> Quality:
-    """How much was left out, and whether what came out points where it should."""
-    cosine = float(torch.cosine_similarity(some_of(mean), sample.dense, dim=0))
+def quality_of(number: int, sample: Sample, left: float | None, mean: Tensor) -> Quality:
+    """How much was left out, and whether what came out points where it should.
+
+    Where nothing is `left` to be kept, what came out is compared with what should have.
+    """
+    came_out = some_of(mean)
+    cosine = float(torch.cosine_similarity(came_out, sample.dense, dim=0))
+    if left is None:
+        missing = float((came_out - sample.dense).norm()) / max(float(sample.dense.norm()), 1e-30)
+        return Quality(sample.step, number, missing, 0.0, cosine)
     return Quality(sample.step, number, left / max(sample.norm, 1e-30), left, cosine)
 
 

@@ -31,6 +31,9 @@ def test_every_fiftieth_step_is_looked_at() -> None:
     for found in syncline.run(lambda fabric: sampled(fabric, "int8"), ranks=2, fabric="threads"):
         assert all(0 < one.relative_error < 0.05 for one in found)
         assert all(0.99 < one.cosine <= 1.00001 for one in found)
+    for found in syncline.run(lambda fabric: sampled(fabric, "fp16"), ranks=2, fabric="threads"):
+        assert all(0 < one.relative_error < 0.01 for one in found)
+        assert all(one.kept_norm == 0 for one in found)
     assert syncline.run(lambda fabric: sampled(fabric, "none"), ranks=2, fabric="threads") == [[], []]
 
 

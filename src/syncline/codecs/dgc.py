@@ -66,8 +66,8 @@ class DGC(Codec):
 
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
         """One gather."""
-        momentum = gathered(state, place, "momentum", values) * place.loss_scale
-        unsent = gathered(state, place, "unsent", values) * place.loss_scale
+        momentum = gathered(state, place, "momentum", values).mul_(place.loss_scale)
+        unsent = gathered(state, place, "unsent", values).mul_(place.loss_scale)
         if self.clip:
             limit = self.clip * place.loss_scale / place.world**0.5
             values.mul_((limit / values.norm().clamp(min=1e-12)).clamp(max=1.0))

@@ -68,28 +68,17 @@ def dequantize(message: Tensor, out: Tensor, block: int, bits: int, how: How = "
     native.dequantize(out.data_ptr(), start, start + head, numel, block, bits, code)  # type: ignore[union-attr]
 
 
-def pack_signs(values: Tensor, block: int) -> Tensor:
-    """Mean magnitudes of blocks, then signs."""
-    if not runs_natively(values) or values.dtype != torch.float32:
-        return twins.pack_signs(values, block)
-    return signs_by(native.pack_signs, values, block)  # type: ignore[union-attr]
-
-
 def take_signs(values: Tensor, block: int) -> Tensor:
-    """The same; what they say is taken away from the values."""
+    """Mean magnitudes of blocks, then signs; what they say is taken away from the values."""
     if not runs_natively(values) or values.dtype != torch.float32:
         message = twins.pack_signs(values, block)
         values.sub_(twins.unpack_signs(message, values.numel(), block))
         return message
-    return signs_by(native.take_signs, values, block)  # type: ignore[union-attr]
-
-
-def signs_by(kernel: Callable[[int, int, int, int, int], None], values: Tensor, block: int) -> Tensor:
-    """A message as a native kernel writes it."""
     count = values.numel()
+    head = -(-count // block) * SCALE_BYTES
     message = torch.empty(scaled_bytes(count, block, 1), dtype=torch.uint8)
     start = message.data_ptr()
-    kernel(start, start + -(-count // block) * SCALE_BYTES, values.data_ptr(), count, block)
+    native.take_signs(start, start + head, values.data_ptr(), count, block)  # type: ignore[union-attr]
     return message
 
 

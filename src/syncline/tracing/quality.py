@@ -18,8 +18,8 @@ class Quality(NamedTuple):
 
     step: int
     bucket: int
-    relative_error: float  # what was not sent, over what was to be sent
-    kept_norm: float
+    relative_error: float  # what was not sent, over what was to be sent; without error feedback, the error of the mean
+    kept_norm: float  # by error feedback
     cosine: float = 1.0  # between what came out and the mean that it stands for, of some entries
 
 
