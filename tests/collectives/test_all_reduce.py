@@ -42,7 +42,7 @@ from syncline.launch.threads import run_threads
 
 @pytest.mark.parametrize("collective", EVERY_ONE)
 def test_results_are_the_closed_form_on_every_rank(collective: str) -> None:
-    @settings(max_examples=30)
+    @settings(max_examples=20)
     @given(cases(collective))
     def law(world_and_case: tuple[int, Case]) -> None:
         world, case = world_and_case

@@ -286,7 +286,7 @@ def sums(world: int, numel: int) -> list[int]:
     return [i * world**2 + world * (world - 1) // 2 for i in range(numel)]
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(
     name=st.sampled_from(COLLECTIVES),
     world=st.integers(1, 7),
