@@ -48,7 +48,7 @@ def write_values(values: Tensor, form: str) -> Tensor:
     """As bytes."""
     if form == "int8":
         return twins.quantize(values, BLOCK, 8, None)
-    return (twins.narrow_saturated(values, torch.float16) if form == "fp16" else values).view(torch.uint8)
+    return (twins.narrow(values, torch.float16, saturates=True) if form == "fp16" else values).view(torch.uint8)
 
 
 def read_message(message: Tensor, numel: int, form: str) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ class Fp16(Codec):
 
     def take(self, values: Tensor, _: int) -> Tensor:
         """Values to a message, which leaves what it does not say."""
-        message = kernels.narrow_saturated(values, self.wire).view(torch.uint8)
+        message = kernels.narrow(values, self.wire, saturates=True).view(torch.uint8)
         self.decode(message, values, "subtract")
         return message
 

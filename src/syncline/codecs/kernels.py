@@ -172,21 +172,13 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return rows
 
 
-def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """To 16-bit floats."""
-    if not runs_natively(values) or values.dtype != torch.float32:
-        return twins.narrow(values, dtype)
+def narrow(values: Tensor, dtype: torch.dtype, saturates: bool = False) -> Tensor:
+    """To 16-bit floats; what is too large becomes infinite, or the largest one."""
+    if native is None or not runs_natively(values) or values.dtype != torch.float32:
+        return twins.narrow(values, dtype, saturates)
     halves = torch.empty_like(values, dtype=dtype)
-    native.narrow(halves.data_ptr(), values.data_ptr(), values.numel(), NATIVE_DTYPES[dtype])  # type: ignore[union-attr]
-    return halves
-
-
-def narrow_saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """To 16-bit floats, to the largest one instead of infinity."""
-    if not runs_natively(values) or values.dtype != torch.float32:
-        return twins.narrow_saturated(values, dtype)
-    halves = torch.empty_like(values, dtype=dtype)
-    native.narrow_saturated(halves.data_ptr(), values.data_ptr(), values.numel(), NATIVE_DTYPES[dtype])  # type: ignore[union-attr]
+    kernel = native.narrow_saturated if saturates else native.narrow
+    kernel(halves.data_ptr(), values.data_ptr(), values.numel(), NATIVE_DTYPES[dtype])
     return halves
 
 

@@ -138,15 +138,10 @@ def orthonormal(matrix: Tensor) -> Tensor:
     return torch.stack(done).to(matrix.dtype)
 
 
-def narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """To 16-bit floats."""
-    return values.to(dtype)
-
-
-def narrow_saturated(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """To 16-bit floats, to the largest one instead of infinity."""
+def narrow(values: Tensor, dtype: torch.dtype, saturates: bool = False) -> Tensor:
+    """To 16-bit floats; what is too large becomes infinite, or the largest one."""
     most = torch.finfo(dtype).max
-    return values.clamp(-most, most).to(dtype)
+    return (values.clamp(-most, most) if saturates else values).to(dtype)
 
 
 def widen(out: Tensor, halves: Tensor) -> None:
