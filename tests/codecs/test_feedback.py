@@ -103,6 +103,25 @@ def flat_of(found: dict[str, dict[str, Tensor]]) -> Tensor:
     return torch.cat([tensor.flatten() for kind in found.values() for tensor in kind.values()])
 
 
+def gather_momentum(fabric: syncline.Fabric) -> list[Tensor]:
+    """Gradients that have room themselves, in a momentum of a thousand times as much, of which little is sent."""
+    model = nn.Linear(50, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings = {"codec": "dgc:0.02,momentum=0.999,warmup=0", "most_skips": 1000}
+    sync = syncline.Sync(model, optimizer, fabric=fabric, **settings)
+    for _ in range(400):
+        optimizer.zero_grad()
+        model(torch.full([1, 50], 2e35)).sum().backward()
+        optimizer.step()
+    return list(sync.state_dict()["codec_state"]["state"].values())
+
+
+def test_what_a_codec_gathers_stays_finite() -> None:
+    for state in syncline.run(gather_momentum, 2, "threads"):
+        assert len(state) == 2
+        assert all(tensor.isfinite().all() and tensor.any() for tensor in state)
+
+
 @pytest.mark.parametrize("large", [3e38, 1e35])
 @pytest.mark.parametrize("codec", [*CODECS, "bf16:feedback=true", "dgc:0.1,warmup=0", "rules:codec=(int8),below=100"])
 def test_sums_that_overflow_are_skipped_and_leave_what_was_kept_as_it_was(codec: str, large: float) -> None:
