@@ -261,8 +261,8 @@ class Sync:
                 "optimizer.step() was called in the middle of backward(), where gradients are not yet means over "
                 "ranks; call it when backward() has returned"
             )
-        (_, *given), named = args, dict(kwargs)
-        closure = given[0] if given else named.get("closure")
+        itself, *given = args
+        closure = given[0] if given else kwargs.get("closure")
         if closure is None:
             self._prepare_step(optimizer)
             return None
@@ -274,7 +274,9 @@ class Sync:
                 self._prepare_step(optimizer)
             return loss
 
-        return (args[0], judged, *given[1:]) if given else args, named if given else named | {"closure": judged}
+        if given:
+            return (itself, judged, *given[1:]), kwargs
+        return args, {**kwargs, "closure": judged}
 
     def _prepare_step(self, optimizer: Optimizer) -> None:
         """Make gradients what the optimizer should see, or withhold them."""
