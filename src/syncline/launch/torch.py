@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.torch import TorchFabric
@@ -28,16 +29,20 @@ class TorchProcesses:
     deadlines: Deadlines = field(default_factory=Deadlines)
 
     def prepare(self, world: int) -> tuple[Join, Callable[[], None]]:
-        """The store is kept by the starting process, so it outlives any rank."""
-        stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
-        return JoinTorch(stores[0].port, self.backend, self.deadlines), stores.clear
+        """Ranks meet in a file of the starting process that has no name, so it outlives any rank and is gone after it.
+
+        A store with an address asks the name service who connects to it, and waits for seconds where that is slow.
+        """
+        file = os.memfd_create("syncline-store")
+        path = f"/proc/{os.getpid()}/fd/{file}"
+        return JoinTorch(path, self.backend, self.deadlines), partial(os.close, file)
 
 
 @dataclass(frozen=True)
 class JoinTorch:
     """How one rank joins."""
 
-    port: int
+    path: str
     backend: str
     deadlines: Deadlines
 
@@ -45,7 +50,8 @@ class JoinTorch:
         """Meet the others through the store; local ranks talk over the loopback device."""
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         patience = timedelta(seconds=self.deadlines.join)
-        store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=patience)
+        store = FileStore(self.path)
+        store.set_timeout(patience)
         doors = TorchDoors(store, self.backend, self.deadlines)
         if life.incarnation:
             return newcomer(rank, world, life.incarnation, doors)
