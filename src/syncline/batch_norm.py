@@ -153,6 +153,16 @@ def along(per_channel: Tensor, x: Tensor) -> Tensor:
     return per_channel.view(1, -1, *[1] * (x.dim() - 2))
 
 
+def refuse_shared_statistics(model: nn.Module) -> None:
+    """A rank that has no more data cannot keep the others company in their forward passes."""
+    for name, module in model.named_modules():
+        if isinstance(module, SyncBatchNorm | nn.SyncBatchNorm):
+            raise ConfigError(
+                f"{name} normalizes over the batches of all ranks, so none can do without the others, and join() is "
+                f"not possible; give all ranks as many batches, or use plain batch normalization (buffers='average')"
+            )
+
+
 def convert_batch_norm(model: nn.Module, fabric: Fabric | str = "auto") -> nn.Module:
     """The model with every batch normalization made one over all ranks. All ranks convert the same model."""
     return replaced(model, resolve(fabric).sibling())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from time import monotonic_ns
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from syncline.batch_norm import refuse_shared_statistics
 from syncline.buckets.backward import current_pass
 from syncline.buckets.parameters import Claim, check_parameters, parameters_of
 from syncline.buckets.reducer import Reducer
@@ -28,6 +30,7 @@ from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.guards.finite import Policy, Skipping, WithheldGradients
+from syncline.guards.membership import Membership
 from syncline.modes.mode import DivideBy, Driver, Mode
 from syncline.modes.registry import mode_of, text_of_mode
 from syncline.modes.replica import Replica
@@ -98,6 +101,7 @@ class Sync:
         self.recorder = Recorder()
         self.skipping = Skipping(self.settings.nonfinite, self.settings.most_skips)
         self.withheld = WithheldGradients()
+        self.membership = Membership(model)
         self.stepped: set[Optimizer] = set()  # with the gradients at hand
         self.skips = False  # the step with these gradients
         named = parameters_of(model)
@@ -182,6 +186,7 @@ class Sync:
         if self.driver is None:
             yield
             return
+        refuse_shared_statistics(self.model)
         self.driver.divide(divide_by)
         yield
         self.driver.keep_company()
@@ -235,9 +240,7 @@ class Sync:
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters in each bucket, in the order in which buckets leave."""
-        if self.reducer is None:
-            return []
-        return [[slot.name for slot in slots] for slots in self.reducer.layout.planned()]
+        return self.reducer.planned_names() if self.reducer is not None else []
 
     def close(self) -> None:
         """Let go of the model and the optimizer. Gradients that are under way are used first."""
@@ -280,9 +283,13 @@ class Sync:
 
     def _prepare_step(self, optimizer: Optimizer) -> None:
         """Make gradients what the optimizer should see, or withhold them."""
+        if self.driver is not None:
+            self.membership.check(optimizer)
         if optimizer in self.stepped or not self.stepped:
             self.stepped.clear()
             problem = self.driver.before_round() if self.driver is not None else ""
+            if self.reducer is not None:
+                self.membership.refuse_replaced(chain(self.reducer.layout.slots, self.reducer.layout.sparse))
             self.skips = self.skipping.judge(problem)
         if self.skips or (self.driver is not None and self.driver.withholds):
             self.withheld.withhold(p for group in optimizer.param_groups for p in group["params"])

@@ -139,3 +139,16 @@ def test_torchs_own_is_refused_where_it_cannot_work() -> None:
             syncline.Sync(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     syncline.run(on_rank, ranks=2, fabric="threads")
+
+
+def test_ranks_that_share_statistics_cannot_have_different_numbers_of_batches() -> None:
+    def on_rank(fabric: syncline.Fabric) -> None:
+        net = syncline.convert_batch_norm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        sync = syncline.Sync(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        with (
+            pytest.raises(ConfigError, match=r"1 normalizes over the batches of all ranks.* join\(\) is not"),
+            sync.join(),
+        ):
+            pass
+
+    syncline.run(on_rank, ranks=2, fabric="threads")

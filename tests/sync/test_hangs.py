@@ -15,7 +15,8 @@ from support.faulty import Strikes
 from support.guarded import ONE_EACH, Trained, train
 from support.replicas import SOON_S, VICTIM, WORLD, same
 from syncline import Deadlines
-from syncline.errors import RankFailed
+from syncline.errors import PeerLost, RankFailed
+from syncline.guards.hangs import explain
 
 # Ranks that hang
 
@@ -93,8 +94,22 @@ def test_a_report_never_says_that_a_rank_produced_nothing_when_it_did(fabric: st
     """The rank dies soon after its first steps, when a slow board may not have heard of them."""
     fault = Strikes(VICTIM, 3, "between buckets", faulty.killed)
     for rank in survivors_of(fault, fabric, tmp_path, deadline_s=20.0).values():
-        assert_report(rank, "PeerLost", "of step 3", "its process died")
+        assert (rank.error, rank.culprit) == ("PeerLost", VICTIM)
+        assert "of step 3" in rank.message
+        assert "its process died" in rank.message
         assert "has produced nothing yet" not in rank.message
+
+
+def test_a_report_does_not_contradict_itself() -> None:
+    """A rank that has sent a bucket and is gone before that has arrived did produce it."""
+    buckets = [["third.weight"], ["second.weight"], ["first.weight"]]
+    report = str(explain(PeerLost(VICTIM, "it is gone"), 2, 1, buckets, (2, 3, 3, 1)))
+    assert report.startswith(f"rank {VICTIM} sent bucket 1 of step 2 (second.weight) off, but did not stay")
+    assert "never produced" not in report
+    assert "the last it produced" not in report
+    for note in ((2, 1, 3, 1), (1, 3, 3, 0)):
+        report = str(explain(PeerLost(VICTIM, "it is gone"), 2, 1, buckets, note))
+        assert report.startswith(f"rank {VICTIM} never produced bucket 1 of step 2 (second.weight); the last it")
 
 
 # Ranks that are killed

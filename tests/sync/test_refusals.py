@@ -11,8 +11,9 @@ from torch import nn
 
 import syncline
 from support import faulty
+from support.catalogue import PROCESS_FABRICS, one_now_others_slow
 from support.guarded import Net
-from syncline.errors import ConfigError, UnknownName
+from syncline.errors import ConfigError, Desync, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.fabric.threads import Threads
 
@@ -131,6 +132,98 @@ def change_type(fabric: Fabric) -> str:
 def test_a_model_that_was_converted_is_refused() -> None:
     for text in syncline.run(change_type, 2, "threads"):
         assert "was float32 and is float64 now; convert the model before Sync" in text
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    optimizer.zero_grad()
+    model(torch.full((2, 6), 1.0 + rank)).square().sum().backward()
+    optimizer.step()
+
+
+def add_a_layer(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    model.fourth = nn.Linear(4, 2)
+    model.third = nn.Sequential(model.third, model.fourth)
+    optimizer.add_param_group({"params": list(model.fourth.parameters())})
+
+
+def replace_a_layer(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    model.third = nn.Linear(8, 4)
+    optimizer.param_groups[0]["params"][-2:] = list(model.third.parameters())
+
+
+def assign_another_state(model: Net, optimizer: torch.optim.Optimizer) -> None:
+    model.load_state_dict(Net().state_dict(), assign=True)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def change_and_step(fabric: Fabric, change: Callable, mode: str) -> str:
+    """What is said of a model that is another one in the second step."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
+    step_once(model, optimizer, fabric.rank)
+    change(model, optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ConfigError) as caught:
+        step_once(model, optimizer, fabric.rank)
+    assert mode != "sync" or all(map(torch.equal, before, model.parameters()))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "async", "local:1"])
+@pytest.mark.parametrize(
+    ("change", "name", "text"),
+    [
+        (add_a_layer, "third.1.weight", "came to the model and the optimizer after this Sync was made"),
+        (replace_a_layer, "third.weight", "is not the parameter any more that it was when this Sync was made"),
+        (assign_another_state, "first.weight", "is not the parameter any more that it was when this Sync was made"),
+    ],
+)
+def test_parameters_that_come_after_sync_are_refused(change: Callable, name: str, text: str, mode: str) -> None:
+    for said in syncline.run(partial(change_and_step, change=change, mode=mode), 2, "threads"):
+        assert said.startswith(f"{name} ")
+        assert text in said or mode == "local:1"
+        assert "make another" in said
+
+
+def unfreeze_on_one_rank(fabric: Fabric) -> str:
+    model = Net()
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    syncline.Sync(model, optimizer, fabric=fabric)
+    step_once(model, optimizer, fabric.rank)
+    model.first.requires_grad_(fabric.rank == 1)
+    try:
+        for _ in range(2):
+            step_once(model, optimizer, fabric.rank)
+    except Desync as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fabric", ["threads", *one_now_others_slow(PROCESS_FABRICS)])
+def test_unfreezing_on_one_rank_is_an_error_that_names_the_parameter(fabric: str) -> None:
+    others, own = syncline.run(unfreeze_on_one_rank, 2, fabric)
+    assert "On this rank it is bucket 0 of step 3" in others
+    assert "On this rank it is bucket 1 of step 2 (first.bias, first.weight)" in own
+    assert "if parameters were unfrozen, that has to be before the same step on all ranks" in own
+
+
+def step_with_outsiders(fabric: Fabric) -> None:
+    model, outsider, other = Net(), nn.Linear(4, 3), nn.Linear(3, 1)
+    chain = nn.Sequential(model, outsider, other)
+    optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
+    for part in (model, other):
+        syncline.Sync(part, optimizer, fabric=fabric)
+    for _ in range(3):
+        step_once(chain, optimizer, fabric.rank)
+
+
+def test_an_optimizer_that_changes_what_no_sync_has_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    syncline.run(step_with_outsiders, 2, "threads")
+    said = [record.getMessage() for record in caplog.records if "in no model with a Sync" in record.getMessage()]
+    assert len(said) == 2 * 2  # by each rank, for each Sync
+    assert "also changes 2 parameters, the first of shape [3, 4]" in said[0]
 
 
 def test_a_model_without_trainable_parameters_is_refused(alone: Fabric) -> None:

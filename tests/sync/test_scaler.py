@@ -42,6 +42,29 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_after_waiting() -> None:
     assert not torch.equal(first[0], model.weight)
 
 
+def step_two_optimizers(fabric: syncline.Fabric) -> tuple[list[bool], float]:
+    """Whether each of two models has changed, when there is an overflow in the first on rank 1."""
+    models = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    syncline.Sync(models, optimizers, fabric=fabric, check_every=1)
+    before = copy.deepcopy(models)
+    first, second = (model(torch.ones(4, 3)).square().mean() for model in models)
+    scaler.scale(first * (float("inf") if fabric.rank else 1.0) + second).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    changed = [not torch.equal(now.weight, then.weight) for now, then in zip(models, before, strict=True)]
+    return changed, scaler.get_scale()
+
+
+def test_all_optimizers_of_a_sync_skip_a_step_together() -> None:
+    """One process would make the step of the other: what is clipped together would not be finite in it."""
+    for changed, scale in syncline.run(step_two_optimizers, ranks=2, fabric="threads"):
+        assert changed == [False, False]
+        assert scale == 512.0
+
+
 def through_dgc(fabric: syncline.Fabric, mode: str, scaled: bool) -> Tensor:
     weight = nn.Linear(50, 1, bias=False)
     nn.init.zeros_(weight.weight)

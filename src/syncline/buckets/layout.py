@@ -33,6 +33,7 @@ class Layout:
         bucket_bytes: int,
         sides: int,
         came: CameHook,
+        thawed: Callable[[], None],
         divisor_of: Callable[[torch.dtype], int],
         fixed: bool = False,
     ) -> None:
@@ -44,6 +45,7 @@ class Layout:
         self.sides = sides
         self.fixed = fixed
         self.came = came  # told whenever a gradient has been accumulated
+        self.thawed = thawed  # told of the first gradients of parameters that needed none before
         self.divisor_of = divisor_of  # of gradients on their way into a bucket
         self.frozen: Named = []
         self.slots: list[Slot] = []
@@ -51,13 +53,15 @@ class Layout:
         self.buckets: list[Bucket] = []
         self.judged: Bucket | None = None  # the bucket that carries the verdict
         self.hooks: list[RemovableHandle] = []
+        self.frozen_hooks: list[RemovableHandle] = []
 
     def adopt(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[Slot]:
-        """Watch parameters; those that need no gradient are looked at again later."""
+        """Watch parameters; those that need no gradient are looked at again at the end of each pass."""
         adopted: list[Slot] = []
         for name, parameter in named:
             if not parameter.requires_grad:
                 self.frozen.append((name, parameter))
+                self.frozen_hooks += watch_frozen(parameter, self.thawed)
                 continue
             slot = Slot(name, parameter, name in self.sparse_names)
             (self.sparse if slot.is_sparse else adopted).append(slot)
@@ -112,6 +116,7 @@ class Layout:
         if not any(parameter.requires_grad for _, parameter in self.frozen):
             return False
         frozen, self.frozen = self.frozen, []
+        remove_all(self.frozen_hooks)
         if slots := self.adopt(frozen):
             self.add_buckets(self.grouped(slots[::-1]), has_verdict=False)
         return True
@@ -159,9 +164,25 @@ class Layout:
 
     def close(self) -> None:
         """Stop watching."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
+        remove_all(self.hooks)
+        remove_all(self.frozen_hooks)
+
+
+def watch_frozen(parameter: nn.Parameter, thawed: Callable[[], None]) -> list[RemovableHandle]:
+    """Be told when it gets a gradient after all; torch takes such a hook only while one is needed."""
+    if not parameter.is_floating_point() and not parameter.is_complex():
+        return []
+    parameter.requires_grad_(True)
+    hook = parameter.register_post_accumulate_grad_hook(lambda _: thawed())  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(False)
+    return [hook]
+
+
+def remove_all(hooks: list[RemovableHandle]) -> None:
+    """Let nobody be told any more."""
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
 
 
 def group_slots(slots: Sequence[Slot], first_bucket_bytes: int, bucket_bytes: int) -> list[list[Slot]]:

@@ -27,9 +27,9 @@ from syncline.buckets.parameters import Named
 from syncline.buckets.passes import KeptPass, Pass, Verdict, read_verdict, write_verdict
 from syncline.buckets.sparse import average_sparse
 from syncline.buckets.turns import UNSURE, Turns
-from syncline.errors import ConfigError, LateGradient, PeerError, SynclineError
+from syncline.errors import ConfigError, Desync, LateGradient, PeerError, SynclineError
 from syncline.fabric.base import Fabric
-from syncline.guards.hangs import explain
+from syncline.guards.hangs import explain, explain_desync
 from syncline.pipeline import Flight, Pipeline
 
 
@@ -70,6 +70,7 @@ class Reducer:
             shape.bucket_bytes,
             sides,
             self.gradient_came,
+            self.thawed,
             pipeline.divisor_of,
             shape.fixed,
         )
@@ -99,9 +100,7 @@ class Reducer:
 
     def gradient_came(self, slot: Slot) -> None:
         """A gradient has been accumulated in `parameter.grad`."""
-        current = self.current
-        if current is None or current.autograd_pass != current_pass():
-            current = self.enter_pass()
+        current = self.pass_of_gradient()
         if not current.synchronizes:
             return
         slot.fired += 1
@@ -115,6 +114,17 @@ class Reducer:
             slot.bucket.missing -= 1
             if not slot.bucket.missing:
                 self.send_full_buckets(current)
+
+    def thawed(self) -> None:
+        """A parameter has a gradient that needed none before; it gets a bucket at the end of the pass."""
+        self.pass_of_gradient()
+
+    def pass_of_gradient(self) -> Pass:
+        """The pass that a gradient belongs to, which begins with the first one."""
+        current = self.current
+        if current is None or current.autograd_pass != current_pass():
+            return self.enter_pass()
+        return current
 
     def enter_pass(self) -> Pass:
         """The first gradient of a backward pass, or of one that is nested in it."""
@@ -362,11 +372,17 @@ class Reducer:
         """Add to the error about a peer what is known of it and of the bucket."""
         try:
             yield
+        except Desync as error:
+            raise explain_desync(error, self.passes, bucket, self.planned_names()) from None
         except PeerError as error:
             if not self.pipeline.waits_for_ranks:
                 raise
-            names = [[slot.name for slot in slots] for slots in self.layout.planned()]
-            raise explain(error, self.passes, bucket, names, self.fabric.note_of(error.rank)) from None
+            note = self.fabric.note_of(error.rank)
+            raise explain(error, self.passes, bucket, self.planned_names(), note) from None
+
+    def planned_names(self) -> list[list[str]]:
+        """Of the parameters in each bucket."""
+        return [[slot.name for slot in slots] for slots in self.layout.planned()]
 
     # To be saved and restored
 

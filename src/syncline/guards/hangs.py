@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.errors import PeerError, PeerLost
+from syncline.errors import Desync, PeerError, PeerLost
 from syncline.fabric.base import Note
 
 SHOWN = 3  # parameter names
@@ -18,12 +18,21 @@ def explain(error: PeerError, step: int, bucket: int, buckets: Sequence[Sequence
     """
     their_step, sent, _, computing = note
     names = buckets[bucket]
-    lines = [
-        f"rank {error.rank} never produced bucket {bucket} of step {step} ({some(names)})",
-        last_produced(error.rank, step, their_step, sent, buckets),
-        f"likely: {cause(error, step, their_step, sent, bool(computing), names)}",
-    ]
+    what = f"bucket {bucket} of step {step} ({some(names)})"
+    if their_step == step and sent > bucket:
+        lines = [f"rank {error.rank} sent {what} off, but did not stay until it had arrived everywhere"]
+    else:
+        lines = [f"rank {error.rank} never produced {what}", last_produced(error.rank, their_step, sent, buckets)]
+    lines.append(f"likely: {cause(error, step, their_step, bool(computing), names)}")
     return type(error)(error.rank, "; ".join(lines) + f". [{error.message}]")
+
+
+def explain_desync(error: Desync, step: int, bucket: int, buckets: Sequence[Sequence[str]]) -> Desync:
+    """The same error, with the bucket that this rank was in. Ranks have other buckets if they unfreeze other things."""
+    return Desync(
+        f"{str(error).rstrip('.')}. On this rank it is bucket {bucket} of step {step} ({some(buckets[bucket])}); if "
+        f"parameters were unfrozen, that has to be before the same step on all ranks"
+    )
 
 
 def some(names: Sequence[str]) -> str:
@@ -34,7 +43,7 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + rest
 
 
-def last_produced(rank: int, step: int, their_step: int, sent: int, buckets: Sequence[Sequence[str]]) -> str:
+def last_produced(rank: int, their_step: int, sent: int, buckets: Sequence[Sequence[str]]) -> str:
     """How far it came."""
     if not their_step:
         return f"rank {rank} has produced nothing yet"
@@ -43,7 +52,7 @@ def last_produced(rank: int, step: int, their_step: int, sent: int, buckets: Seq
     return f"the last it produced is bucket {sent - 1} of step {their_step} ({some(buckets[sent - 1])})"
 
 
-def cause(error: PeerError, step: int, their_step: int, sent: int, computing: bool, names: Sequence[str]) -> str:
+def cause(error: PeerError, step: int, their_step: int, computing: bool, names: Sequence[str]) -> str:
     """The most likely reason."""
     earlier = (
         "it left the loop earlier (fewer batches: use sync.join()), stepped after fewer passes (wrap all but the last "

@@ -178,20 +178,20 @@ class PeriodicDriver(Driver):
     @torch.no_grad()
     def leave(self) -> None:
         """Send off what this rank has to say about the next fragment."""
-        self.refuse_unfrozen()
+        self.refuse_others()
         fragment = self.next_fragment()
         contributes = not self.is_alone and all(is_finite(slot.parameter) for slot in fragment.slots)
         self.exchange.leave(fragment, self.fill, contributes)
         self.under_way = fragment
 
-    def refuse_unfrozen(self) -> None:
+    def refuse_others(self) -> None:
         """A parameter that nobody averages would be another one on every rank."""
-        known = {slot.name for fragment in self.exchange.fragments for slot in fragment.slots}
+        known = {slot.name: slot.parameter for fragment in self.exchange.fragments for slot in fragment.slots}
         for name, parameter in self.replica.named():
-            if parameter.requires_grad and name not in known:
+            if parameter.requires_grad and known.get(name) is not parameter:
                 raise ConfigError(
-                    f"{name} needs a gradient now, but was frozen when this Sync was made, so ranks would not average "
-                    f"it; close() it before unfreezing and make another"
+                    f"{name} needs a gradient now, but was frozen or another parameter when this Sync was made, so "
+                    f"ranks would not average it; close() this Sync before unfreezing or replacing and make another"
                 )
 
     def fill(self, slot: Slot) -> None:
