@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.h native/*.cc)
+PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadgroup  # most tests wait for processes that wait for each other
 HEADING = @printf '\n== %s\n'
 COMPILER := $(firstword $(foreach name,$(CXX) c++ clang++,$(shell command -v $(name))))
 comma := ,
@@ -29,11 +30,11 @@ bench: .venv/.installed  ## Measure against the peers on this machine (installs 
 
 test: checks  ## Format, lint, types, native tests, Python tests without the slow ones
 	$(HEADING) "Python tests"
-	@$(BIN)/pytest -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 test-all: checks  ## The same with the slow tests
 	$(HEADING) "Python tests, slow ones included"
-	@$(BIN)/pytest
+	@$(PYTEST)
 
 checks: lint native-tests
 

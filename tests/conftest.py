@@ -19,7 +19,7 @@ settings.load_profile("syncline")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is sampled, the cases that are left out are slow ones."""
+    """Of a test that is sampled, the cases that are left out are slow ones. Hosts are for one test at a time."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
@@ -30,6 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for number, item in enumerate(several):
             if number not in chosen:
                 item.add_marker(pytest.mark.slow)
+    for item in items:
+        if item.get_closest_marker("needs_net"):
+            item.add_marker(pytest.mark.xdist_group("hosts"))  # of which there is one set on a machine
 
 
 @pytest.fixture(autouse=True)

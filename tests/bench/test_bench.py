@@ -180,6 +180,7 @@ def test_what_sync_costs_in_a_world_of_one_is_measured():
     assert -0.9 < overhead.bucketed < 50
 
 
+@pytest.mark.needs_net
 @pytest.mark.timeout(120)
 def test_hosts_are_made_limited_and_removed():
     if (reason := why_not()) and not os.environ.get("SYNCLINE_REQUIRE_ALL"):

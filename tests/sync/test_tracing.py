@@ -166,12 +166,12 @@ def with_a_slow_rank(fabric: str) -> list[list[StepSpan]]:
 
 
 def assert_first_waits_for_second(fast: Totals, slow: Totals) -> None:
-    """One has the time of sleep as exposed waiting, the other one as compute."""
+    """One has the time of sleep as exposed waiting, the other one as compute, whatever else they do."""
     assert fast.waiting_s > 0.8 * traced.SLEEP_S
     assert fast.exposed_s > 0.8 * traced.SLEEP_S
-    assert fast.compute_s < 0.5 * traced.SLEEP_S
-    assert slow.waiting_s < 0.5 * traced.SLEEP_S
     assert slow.compute_s > 0.8 * traced.SLEEP_S
+    assert fast.compute_s < slow.compute_s - 0.5 * traced.SLEEP_S
+    assert slow.waiting_s < fast.waiting_s - 0.5 * traced.SLEEP_S
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
