@@ -64,7 +64,7 @@ class Flight:
     handle: Handle
     ready_ns: int
     coding: Coding | None = None
-    has_arrived: bool = False
+    span: BucketSpan | None = None  # when it has arrived
     said: Callable[[], int] | None = None  # bytes, known when it has arrived
 
     @property
@@ -103,21 +103,25 @@ class Pipeline:
 
     def wait(self, flight: Flight) -> None:
         """Until all that ranks have to say about the bucket is said."""
-        if flight.has_arrived:
+        if flight.span is not None:
             return
         waited_from_ns = monotonic_ns()
         flight.handle.wait()
         waited_to_ns = monotonic_ns()
-        flight.has_arrived = True
         flight.side.finite = flight.handle.finite()
         if flight.bucket.divisor != 1:  # shares that are finite have a finite sum
             flight.side.finite = not flight.side.bad.item() or None
             flight.side.bad.zero_()
         times = flight.handle.times()
         nbytes = flight.bucket.nbytes
-        self.recorder.buckets.append(
-            BucketSpan(flight.number, nbytes, flight.sent_bytes, flight.ready_ns, *times, waited_from_ns, waited_to_ns)
+        flight.span = BucketSpan(
+            flight.number, nbytes, flight.sent_bytes, flight.ready_ns, *times, waited_from_ns, waited_to_ns
         )
+        self.recorder.buckets.append(flight.span)
+
+    def handed_out(self, flights: Sequence[Flight]) -> None:
+        """The means of these are where they are used from now on."""
+        note_applied(flights)
 
     def finish(self, flights: Sequence[Flight], is_good: Callable[[], bool]) -> Handle | None:
         """When all these have arrived, write the means, if the pass is good; None if there is nothing to do."""
@@ -252,6 +256,14 @@ class CodecPipeline(Pipeline):
 
     def close(self) -> None:
         self.worker.close(drain=False)
+
+
+def note_applied(flights: Sequence[Flight]) -> None:
+    """What came of these, which have arrived, is in use from here on."""
+    now_ns = monotonic_ns()
+    for flight in flights:
+        assert flight.span is not None
+        flight.span.applied_ns = now_ns
 
 
 def to_be_kept(coded: Coded, left: Tensor, staged: State) -> list[Tensor]:

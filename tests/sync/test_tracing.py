@@ -196,6 +196,53 @@ def test_the_seams_of_every_bucket_are_in_order(fabric: str) -> None:
             for one in sent:
                 assert step.began_ns < one.ready_ns <= one.began_ns <= one.met_ns <= one.ended_ns
                 assert one.waited_from_ns <= one.waited_to_ns < step.ended_ns
-                assert one.ended_ns <= one.waited_to_ns
+                assert one.ended_ns <= one.waited_to_ns <= one.applied_ns < step.ended_ns
         for before, after in pairwise(steps):
             assert before.ended_ns == after.began_ns
+
+
+def spans_of_threads(world: int = 3, **settings: object) -> list[list[StepSpan]]:
+    return syncline.run(partial(traced.spans_of_training, steps=4, **settings), world, "threads", Deadlines(20.0))
+
+
+@pytest.mark.parametrize("codec", ["none", "int8", "topk:0.1"])
+def test_a_bucket_is_applied_when_a_codec_has_written_its_means(codec: str) -> None:
+    for steps in spans_of_threads(codec=codec):
+        for step in steps:
+            for one in (one for one in step.buckets if one.bucket >= 0):
+                assert one.waited_to_ns <= one.applied_ns < step.ended_ns
+            decoded_ns = max(one.applied_ns for one in step.buckets) - max(one.ended_ns for one in step.buckets)
+            assert decoded_ns >= step.decode_ns
+
+
+def test_buckets_that_nobody_can_use_are_not_applied() -> None:
+    for steps in spans_of_threads(codec="int8", bad=2):
+        assert [step.skipped for step in steps] == [False, True, False, False]
+        for step in steps:
+            assert all(bool(one.applied_ns) != step.skipped for one in step.buckets if one.bucket >= 0)
+
+
+def test_delayed_buckets_are_applied_one_step_after_they_left() -> None:
+    for steps in spans_of_threads(mode="delayed"):
+        assert len(steps) == 5  # with that of drain
+        for before, step in pairwise(steps):
+            arrived = [one for one in step.buckets if one.bucket >= 0]
+            assert len(arrived) == 6
+            for one in arrived:
+                assert before.began_ns < one.ready_ns < before.ended_ns
+                assert step.began_ns < one.waited_to_ns <= one.applied_ns < step.ended_ns
+
+
+def test_means_of_parameters_are_applied_when_ranks_meet() -> None:
+    for steps in spans_of_threads(mode="local:every=2"):
+        met = [one for step in steps for one in step.buckets]
+        assert [one.bucket for one in met] == list(range(6))
+        assert all(one.waited_to_ns <= one.applied_ns for one in met)
+
+
+def test_gradients_are_applied_when_servers_have_used_them() -> None:
+    for steps in spans_of_threads(mode="async"):
+        for step in steps:
+            pushed = [one for one in step.buckets if one.bucket >= 0]
+            assert len(pushed) == 6
+            assert all(step.ended_ns < one.applied_ns for one in pushed)

@@ -320,6 +320,8 @@ class Reducer:
         if takes:
             for bucket in self.layout.buckets:
                 bucket.hand_out()
+            if verdict.is_good:
+                self.pipeline.handed_out(current.flights)
             self.is_tainted = self.is_tainted or verdict.failed
         self.arrived(verdict)
         return verdict
@@ -340,6 +342,8 @@ class Reducer:
             self.layout.turn_for(late.number)
             for bucket in self.layout.buckets[: len(late.flights)]:
                 bucket.hand_out_all()
+            if late.has_data and verdict.is_good:
+                self.pipeline.handed_out(late.flights)
         self.arrived(verdict)
 
     def verdict_of(self, current: Pass) -> Verdict:

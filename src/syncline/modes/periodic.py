@@ -223,6 +223,7 @@ class PeriodicDriver(Driver):
             rates = self.replica.learning_rates()
             for slot in fragment.slots:
                 self.move(slot, slot.view, rates.get(slot.name, 0.0), contributed)
+            self.exchange.pipeline.handed_out(fragment.flights)
         return verdict.active
 
     def take_kept(self) -> tuple[int, ...]:

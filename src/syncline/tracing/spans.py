@@ -1,17 +1,19 @@
 """Spans at the seams of the pipeline, in nanoseconds of `time.monotonic_ns`.
 
-ready             began          met                  ended           waited_from        waited_to
-last gradient     its turn       all ranks have       the mean is     the rank has       and goes on
-was there         has come       arrived              there           nothing else
+ready             began        met               ended          waited_from      waited_to        applied
+last gradient     its turn     all ranks have    all is said    the rank has     and goes on      means are what the
+was there         has come     arrived           about it       nothing else                      optimizer will find
 """
 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class BucketSpan(NamedTuple):
+@dataclass(slots=True)
+class BucketSpan:
     """One bucket in one pass."""
 
     bucket: int  # -1 where ranks waited for each other without one
@@ -23,6 +25,7 @@ class BucketSpan(NamedTuple):
     ended_ns: int
     waited_from_ns: int
     waited_to_ns: int
+    applied_ns: int = 0  # or they are in the parameters, or servers have used them; 0: a pass that nobody could use
 
 
 class StepSpan(NamedTuple):

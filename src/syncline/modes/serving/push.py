@@ -21,7 +21,7 @@ from syncline.guards.finite import has_room, is_finite
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server
-from syncline.pipeline import Flight, Pipeline, parts_of, to_be_kept
+from syncline.pipeline import Flight, Pipeline, note_applied, parts_of, to_be_kept
 
 
 @dataclass
@@ -71,6 +71,7 @@ class PushPipeline(Pipeline):
         self.memory = Memory(self.codec)
         self.pushed: dict[int, Pushed] = {}
         self.said: dict[int, int] = {}
+        self.staged: list[Flight] = []  # since the last commit
         self.holds = False  # nothing is pushed before the step, because gradients change after backward
 
     def units(self) -> Units:
@@ -138,8 +139,13 @@ class PushPipeline(Pipeline):
         """What is kept of a bucket."""
         return self.memory.of(number, lambda: parts_of(slots), torch.device("cpu"))
 
+    def handed_out(self, flights: Sequence[Flight]) -> None:
+        self.staged += flights  # servers use them, when they are committed
+
     def settle(self, applied: set[int]) -> None:
         """These servers have applied the step; elsewhere it is to be forgotten."""
+        staged, self.staged = self.staged, []
+        note_applied([flight for flight in staged if self.server_of[flight.number] in applied])
         pushed, self.pushed = self.pushed, {}
         for number, one in pushed.items():
             if self.server_of[number] in applied:
