@@ -175,8 +175,8 @@ def unfrozen_later(run: Run) -> None:
     """The second layer learns from the third step on, the first from the fifth, and then the second no more."""
     first, second = run.model[0], run.model[2]
     for step in range(STEPS + 2):
-        second.requires_grad_(2 <= step < 5)
-        first.requires_grad_(step >= 4)
+        run.let_learn(second, 2 <= step < 5)
+        run.let_learn(first, step >= 4)
         run.optimizer.zero_grad()
         run.backward(step)
         run.optimizer.step()
@@ -186,8 +186,8 @@ def unfrozen_later(run: Run) -> None:
 def swapped(run: Run) -> None:
     """From one step to the next all that learned is frozen, and what was frozen learns; gradients are clipped."""
     for step in range(STEPS):
-        run.model[0].requires_grad_(step >= 2)
-        run.model[2:].requires_grad_(step < 2)
+        run.let_learn(run.model[0], step >= 2)
+        run.let_learn(run.model[2:], step < 2)
         run.optimizer.zero_grad()
         run.backward(step)
         nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)

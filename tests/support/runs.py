@@ -53,6 +53,10 @@ class Run:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def let_learn(self, module: nn.Module, wanted: bool) -> None:
+        """Unfreeze parameters, or freeze them."""
+        module.requires_grad_(wanted)
+
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -117,12 +121,21 @@ class DdpRun(Run):
 
     def __init__(self, scenario: Scenario, fabric: syncline.Fabric) -> None:
         super().__init__(scenario, [fabric.rank], fabric.world, seed=fabric.rank)
-        options = scenario.ddp or {}
         for name in scenario.parts:
-            setattr(self.model, name, DistributedDataParallel(self.model.get_submodule(name), **options))
+            setattr(self.model, name, self.wrapped(self.model.get_submodule(name)))
         if not scenario.parts:
-            self.callable = DistributedDataParallel(scenario.compile(self.model)[0], **options)
+            self.callable = self.wrapped(scenario.compile(self.model)[0])
         self.fabric = fabric
+
+    def wrapped(self, module: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(module, **self.scenario.ddp or {})
+
+    def let_learn(self, module: nn.Module, wanted: bool) -> None:
+        """What DDP synchronizes is settled when it is made: whoever changes that makes it anew, and keeps the rest."""
+        before = [parameter.requires_grad for parameter in self.model.parameters()]
+        super().let_learn(module, wanted)
+        if before != [parameter.requires_grad for parameter in self.model.parameters()]:
+            self.callable = self.wrapped(self.model)
 
     def mean(self, loss: Tensor) -> Tensor:
         return self.fabric.all_reduce(loss.detach().clone(), op="mean")

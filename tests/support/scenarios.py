@@ -5,6 +5,7 @@ A `Scenario` is a model, optimizers and a loop as a user would write it. Light: 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,12 +101,12 @@ def as_it_is(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     return model, model
 
 
-def compiled_after(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    return torch.compile(model, backend="aot_eager"), model
+def compiled_after(model: nn.Module, backend: str) -> tuple[nn.Module, nn.Module]:
+    return torch.compile(model, backend=backend), model
 
 
-def compiled_before(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    compiled = torch.compile(model, backend="aot_eager")
+def compiled_before(model: nn.Module, backend: str) -> tuple[nn.Module, nn.Module]:
+    compiled = torch.compile(model, backend=backend)
     return compiled, compiled
 
 
@@ -170,8 +171,8 @@ SCENARIOS: dict[str, Scenario] = {
         optimizers=one(SGD, lr=0.02),
         ddp=None,
     ),
-    "unfrozen later": Scenario(loop=unfrozen_later, model=frozen_below, optimizers=ADAM, ddp=None),
-    "frozen for others": Scenario(loop=swapped, model=frozen_below, ddp=None),
+    "unfrozen later": Scenario(loop=unfrozen_later, model=frozen_below, optimizers=ADAM),
+    "frozen for others": Scenario(loop=swapped, model=frozen_below),
     "branches": Scenario(model=Branches, loss=of_branches, optimizers=ADAM, ddp=ANY_GRAPH),
     "absent on a rank": Scenario(loss=absent_on_a_rank, optimizers=ADAM, ddp=None),
     "absent on a rank, accumulate": Scenario(
@@ -210,9 +211,14 @@ SCENARIOS: dict[str, Scenario] = {
     "compared every step": Scenario(settings={"check_every": 1}, optimizers=ADAM),
 }
 COMPILED: dict[str, Scenario] = {
-    "compiled after": Scenario(compile=compiled_after),
-    "compiled before": Scenario(compile=compiled_before),
+    "compiled after": Scenario(compile=partial(compiled_after, backend="aot_eager")),
+    "compiled before": Scenario(compile=partial(compiled_before, backend="aot_eager")),
 }
+TO_MACHINE_CODE: dict[str, Scenario] = {  # by the backend that torch.compile has when nothing is said
+    "to machine code after": Scenario(compile=partial(compiled_after, backend="inductor")),
+    "to machine code before": Scenario(compile=partial(compiled_before, backend="inductor")),
+}
+ALL = {**SCENARIOS, **COMPILED, **TO_MACHINE_CODE}
 
 
 def train(fabric: syncline.Fabric, scenario: Scenario) -> Result:
@@ -223,7 +229,7 @@ def train(fabric: syncline.Fabric, scenario: Scenario) -> Result:
 
 
 def train_named(fabric: syncline.Fabric, name: str) -> Result:
-    return train(fabric, {**SCENARIOS, **COMPILED}[name])
+    return train(fabric, ALL[name])
 
 
 def train_all(fabric: syncline.Fabric, names: Sequence[str]) -> dict[str, Result]:
@@ -234,10 +240,16 @@ def train_all(fabric: syncline.Fabric, names: Sequence[str]) -> dict[str, Result
 def train_all_with_ddp(fabric: syncline.Fabric, names: Sequence[str]) -> dict[str, Result]:
     results = {}
     for name in names:
-        run = DdpRun({**SCENARIOS, **COMPILED}[name], fabric)
+        run = DdpRun(ALL[name], fabric)
         run.scenario.loop(run)
         results[name] = run.result()
     return results
+
+
+def train_to_machine_code(fabric: syncline.Fabric, with_ddp: bool, folder: str) -> dict[str, Result]:
+    """With a folder for what the compiler leaves."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    return (train_all_with_ddp if with_ddp else train_all)(fabric, tuple(TO_MACHINE_CODE))
 
 
 def train_alone(scenario: Scenario, world: int) -> Result:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +22,15 @@ from support.inspected import (
 )
 from support.runs import DEADLINES, Result
 from support.scenarios import (
+    ALL,
     COMPILED,
     SCENARIOS,
+    TO_MACHINE_CODE,
     train_all,
     train_all_with_ddp,
     train_alone,
     train_named,
+    train_to_machine_code,
 )
 from support.weights import assert_close, assert_replicas
 from syncline.errors import RankFailed
@@ -77,7 +82,7 @@ def test_ranks_do_what_one_process_does_on_the_whole_batch(name: str, world: int
 @pytest.mark.parametrize("name", [*SCENARIOS, *COMPILED])
 def test_processes_do_what_one_process_does_on_the_whole_batch(name: str, fabric: str) -> None:
     ranks = [results[name] for results in in_processes(fabric)]
-    scenario = {**SCENARIOS, **COMPILED}[name]
+    scenario = ALL[name]
     assert_replicas(ranks, buffers=not have_local_buffers(name))
     assert_close(ranks[0].parameters, train_alone(scenario, WORLD).parameters, scenario.tolerance)
 
@@ -86,8 +91,22 @@ def test_processes_do_what_one_process_does_on_the_whole_batch(name: str, fabric
 def test_ranks_do_what_ddp_does(name: str) -> None:
     ddp = with_ddp()[0][name]
     ours = in_processes("shm")[0][name]
-    assert_close(ours.parameters, ddp.parameters, {**SCENARIOS, **COMPILED}[name].tolerance)
+    assert_close(ours.parameters, ddp.parameters, ALL[name].tolerance)
     assert ours.noted == ddp.noted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_a_model_that_is_compiled_to_machine_code_trains_as_it_does_alone_and_with_ddp(tmp_path: Path) -> None:
+    work, patient = partial(train_to_machine_code, folder=str(tmp_path)), syncline.Deadlines(150.0)
+    ranks = syncline.run(partial(work, with_ddp=False), WORLD, "shm", patient)
+    ddp, *_ = syncline.run(partial(work, with_ddp=True), WORLD, "torch", patient)
+    assert list(tmp_path.rglob("*.so"))
+    for name, scenario in TO_MACHINE_CODE.items():
+        assert_replicas([results[name] for results in ranks])
+        assert_close(ranks[0][name].parameters, train_alone(scenario, WORLD).parameters, scenario.tolerance)
+        assert_close(ranks[0][name].parameters, ddp[name].parameters, scenario.tolerance)
 
 
 @pytest.mark.parametrize("fabric", PROCESS_FABRICS)
