@@ -16,7 +16,12 @@ from torch.optim import Optimizer
 
 import syncline
 from support.guarded import NOTE_S, ONE_EACH, Net, Trained, batch, filled, snapshot, train
-from support.striking import be_killed, be_stopped, report_and_stay, wait_for_reports
+from support.striking import be_killed, be_stopped, report_and_stay, strike_before, wait_for_reports
+from syncline import replicas
+from syncline.buckets.bucket import Bucket
+from syncline.buckets.layout import Layout
+from syncline.buckets.reducer import Reducer
+from syncline.buckets.turns import Turns
 from syncline.fabric.base import Fabric
 
 # Faults
@@ -45,12 +50,30 @@ def watch(output: Tensor, strike: Callable[[], None]) -> None:
     output.register_hook(lambda _: strike())
 
 
-PLACES = {
+def arm_call(owner: type, name: str, call: int = 1) -> Arm:
+    """Inside of `Sync`, before a call of a method."""
+    return lambda model, optimizer, strike: strike_before(owner, name, strike, call)
+
+
+Arm = Callable[[nn.Module, Optimizer | None, Callable[[], None]], None]
+PLACES: dict[str, Arm] = {
     "forward": arm_forward,
     "start of backward": arm_start_of_backward,
     "between buckets": arm_between_buckets,
+    "all sent": arm_call(Reducer, "verdict_of"),
+    "all arrived": arm_call(Turns, "compare"),
     "optimizer": arm_optimizer,
 }
+FIRST_STEP: dict[str, Arm] = {
+    "before there are buckets": arm_call(Layout, "make_buckets"),
+    "some buckets are made": arm_call(Bucket, "__init__", call=4),
+}
+CONSTRUCTION: dict[str, Arm] = {
+    "comparing": arm_call(Fabric, "all_gather"),
+    "before parameters": arm_call(Fabric, "broadcast"),
+    "between parameters": arm_call(Fabric, "broadcast", call=4),
+}
+MAY_BE_WHOLE = ("all sent", "all arrived", "optimizer")  # when others may make the step without the victim
 
 
 @dataclass(frozen=True)
@@ -62,9 +85,15 @@ class Strikes:
     place: str
     strike: Callable[[], None]
 
-    def __call__(self, rank: int, step: int, model: nn.Module, optimizer: Optimizer) -> None:
+    def __call__(self, rank: int, step: int, model: nn.Module, optimizer: Optimizer | None = None) -> None:
         if (rank, step) == (self.victim, self.step):
-            PLACES[self.place](model, optimizer, self.strike)
+            (PLACES | FIRST_STEP | CONSTRUCTION)[self.place](model, optimizer, self.strike)
+
+    def before_sync(self, rank: int, model: nn.Module) -> None:
+        """Other weights on every rank, and a message for each of them; step 0 is when `Sync` is made."""
+        filled(model, seed=rank)
+        replicas.AT_A_TIME_BYTES = 1
+        self(rank, 0, model)
 
 
 def after_its_note(strike: Callable[[], None]) -> None:
@@ -81,7 +110,7 @@ stopped_later = partial(after_its_note, be_stopped)
 def train_with_a_victim(fabric: Fabric, fault: Strikes, steps: int, folder: str) -> Trained:
     """Train until the victim is struck; when all others have said what they saw, the victim is removed."""
     pids = fabric.all_gather(torch.tensor([os.getpid()])).flatten().tolist()
-    trained = train(fabric, steps, before_step=fault, **ONE_EACH)
+    trained = train(fabric, steps, before_step=fault, prepare=fault.before_sync, **ONE_EACH)
     if fabric.rank != fault.victim:
         report_and_stay(fabric, folder)
         remove(pids[fault.victim])

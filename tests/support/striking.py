@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -124,6 +125,18 @@ def wait_for_reports(folder: str, count: int) -> None:
     until = time.monotonic() + 30.0
     while len(os.listdir(folder)) < count and time.monotonic() < until:
         time.sleep(0.01)
+
+
+def strike_before(owner: type, name: str, strike: Callable[[], None], call: int = 1) -> None:
+    """Let something happen to this process before a call of a method, whichever thread makes it."""
+    method, calls = getattr(owner, name), itertools.count(1)
+
+    def striking(*arguments: object, **named: object) -> object:
+        if next(calls) == call:
+            strike()
+        return method(*arguments, **named)
+
+    setattr(owner, name, striking)
 
 
 def be_killed() -> None:

@@ -16,6 +16,7 @@ from torch.optim import SGD
 import syncline
 from support.on_a_line import RATE, Line, slope_of
 from support.outcomes import Outcome, outcome_of
+from support.striking import strike_before
 from syncline.modes.serving import client as client_module
 from syncline.modes.serving.attendant import Attendant
 from syncline.modes.serving.server import Server
@@ -111,21 +112,10 @@ class Halt:
             threading.Timer(0.3, self.now).start()
         methods = {"staging": "stage", "committing": "commit", "reading": "read"}
         if self.moment in methods:
-            self.before(Server, methods[self.moment])
+            strike_before(Server, methods[self.moment], self.now, call=10)
         if self.moment == "giving":
-            self.before(Attendant, "expect")  # where workers read in place
-            self.before(Attendant, "told_of")  # where parameters are sent
-
-    def before(self, owner: type, name: str) -> None:
-        """Stop before the tenth call of a method, whichever thread makes it."""
-        method, calls = getattr(owner, name), iter(range(10**6))
-
-        def halting(*arguments: object) -> object:
-            if next(calls) == 10:
-                self.now()
-            return method(*arguments)
-
-        setattr(owner, name, halting)
+            strike_before(Attendant, "expect", self.now, call=10)  # where workers read in place
+            strike_before(Attendant, "told_of", self.now, call=10)  # where parameters are sent
 
     def now(self) -> None:
         partly = Path(self.folder, "halting")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import syncline
 from support import faulty, guarded
 from support.catalogue import PROCESS_FABRICS, one_now_others_slow
 from support.faulty import Strikes
-from support.guarded import ONE_EACH, Trained, train
+from support.guarded import ONE_EACH, Net, Trained, filled, snapshot, train
 from support.replicas import SOON_S, VICTIM, WORLD, same
 from syncline import Deadlines
 from syncline.errors import PeerLost, RankFailed
@@ -59,12 +60,14 @@ def test_a_rank_that_never_comes_to_its_first_backward_pass_is_reported(fabric: 
 
 
 def survivors_of(fault: Strikes, fabric: str, folder: Path, deadline_s: float) -> dict[int, Trained]:
-    """What the survivors of a fault have to say."""
+    """What the survivors of a fault have to say; nothing else is left of it."""
+    shared = set(os.listdir("/dev/shm"))
     work = partial(faulty.train_with_a_victim, fault=fault, steps=5, folder=str(folder))
     with pytest.raises(RankFailed) as caught:
         syncline.run(work, WORLD, fabric, Deadlines(deadline_s))
-    assert list(caught.value.failures) == [VICTIM]
-    assert sorted(caught.value.results) == [0, 2]
+    assert list(caught.value.failures) == [fault.victim]
+    assert set(caught.value.results) == set(range(WORLD)) - {fault.victim}
+    assert set(os.listdir("/dev/shm")) <= shared
     return caught.value.results
 
 
@@ -126,11 +129,22 @@ def kills() -> list:
     now = {
         ("shm", "forward", 3),
         ("shm", "between buckets", 3),
+        ("shm", "all sent", 3),
+        ("shm", "some buckets are made", 1),
         ("torch", "start of backward", 3),
+        ("torch", "all arrived", 3),
+        ("torch", "before there are buckets", 1),
         ("torch", "optimizer", 3),
     }
-    every = product(PROCESS_FABRICS, faulty.PLACES, (1, 2, 3))
+    every = chain(product(PROCESS_FABRICS, faulty.PLACES, (1, 2, 3)), product(PROCESS_FABRICS, faulty.FIRST_STEP, (1,)))
     return [kill if kill in now else pytest.param(*kill, marks=pytest.mark.slow) for kill in every]
+
+
+def assert_lost(rank: Trained, victim: int) -> None:
+    """A survivor names the victim, soon."""
+    assert (rank.error, rank.culprit) == ("PeerLost", victim), rank.message
+    assert f"rank {victim} " in rank.message
+    assert rank.seconds < SOON_S
 
 
 @pytest.mark.parametrize(("fabric", "place", "step"), kills())
@@ -140,11 +154,26 @@ def test_survivors_of_a_kill_have_the_parameters_of_their_last_whole_step(
     survivors = survivors_of(Strikes(VICTIM, step, place, faulty.killed), fabric, tmp_path, deadline_s=20.0)
     expected = undisturbed(fabric)
     completed = [len(rank.parameters) - 1 for rank in survivors.values()]
-    assert set(completed) <= ({step - 1, step} if place == "optimizer" else {step - 1})
+    assert set(completed) <= ({step - 1, step} if place in faulty.MAY_BE_WHOLE else {step - 1})
     for rank in survivors.values():
-        assert (rank.error, rank.culprit) == ("PeerLost", VICTIM), rank.message
-        assert f"rank {VICTIM} " in rank.message
-        assert rank.seconds < SOON_S
+        assert_lost(rank, VICTIM)
         assert same(rank.at_the_end, rank.parameters[-1])
         for mine, theirs in zip(rank.parameters, expected.parameters, strict=False):
             assert same(mine, theirs)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("fabric", PROCESS_FABRICS)
+@pytest.mark.parametrize(("place", "victim"), [*product(faulty.CONSTRUCTION, (0, VICTIM))])
+def test_survivors_of_a_kill_while_sync_is_made_are_told_and_have_whole_parameters(
+    fabric: str, place: str, victim: int, tmp_path: Path
+) -> None:
+    """Those of rank 0 come one after the other; the rest are their own."""
+    survivors = survivors_of(Strikes(victim, 0, place, faulty.killed), fabric, tmp_path, deadline_s=20.0)
+    given = snapshot(filled(Net(), seed=0))
+    for number, rank in survivors.items():
+        assert_lost(rank, victim)
+        own = snapshot(filled(Net(), seed=number))
+        arrived = sum(same([one], [theirs]) for one, theirs in zip(rank.at_the_end, given, strict=True))
+        assert same(rank.at_the_end, given[:arrived] + own[arrived:])
+        assert number == 0 or arrived <= (3 if place == "between parameters" else 0)
