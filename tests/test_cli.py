@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from inspect import signature
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import syncline
+from syncline.bench.side_by_side import METHODS
+from syncline.cli.demo import demo
 from syncline.cli.main import app
 from syncline.collectives.named import by_name, names
 from syncline.errors import ConfigError, UnknownName
+from syncline.workloads.gpt import SHAPES, make_gpt
 
 
 def call(*arguments: str) -> str:
@@ -150,18 +156,47 @@ def test_bench_prints_every_contender():
     assert all(row["fastest_s"] > 0 for row in measured.values())
 
 
+class Fetched(HTMLParser):
+    """What a page asks others for."""
+
+    def __init__(self):
+        super().__init__()
+        self.addresses = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag, attrs):
+        self.scripts += tag == "script"
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action")]
+
+
+def test_demo_trains_about_ten_million_parameters():
+    chosen = signature(demo).parameters["size"].default
+    assert 8e6 < sum(parameter.numel() for parameter in make_gpt(SHAPES[chosen]).parameters()) < 12e6
+
+
 @pytest.mark.timeout(120)
 def test_demo_trains_the_same_with_both_and_writes_a_report(tmp_path):
     page = tmp_path / "report.html"
     result = command("demo", "--steps", "5", "--size", "5M", "--batch", "2", "--html", str(page))
     assert result.returncode == 0, result.stderr
-    [losses] = [line for line in result.stdout.splitlines() if "final loss" in line]
-    ddp, ours = (float(cell) for cell in losses.split("│")[2:4])
+    rows = [[cell.strip() for cell in line.split("│")[1:4]] for line in result.stdout.splitlines() if "│" in line]
+    table = {title: figures for title, *figures in rows}
+    assert set(table) >= {"step, median", "exposed communication", "gradients per step", "said per rank and step"}
+    assert all(re.fullmatch(r"[\d.]+ [mµ]?s", figure) for figure in table["step, median"])
+    assert all(re.fullmatch(r"[\d.]+ [mµ]?s \([\d.]+ %\)", figure) for figure in table["exposed communication"])
+    assert all(re.fullmatch(r"[\d.]+ MB", figure) for figure in table["gradients per step"])
+    assert table["said per rank and step"] == table["gradients per step"]
+    assert table["speed-up"][0] == "1.00 x"
+    ddp, ours = (float(figure) for figure in table["final loss"])
     assert ddp == pytest.approx(ours, rel=1e-4)
     assert ddp < 5.5
-    assert "exposed communication" in result.stdout
+    for method in METHODS.values():
+        assert re.search(rf"{method} .*5/5 loss [\d.]+ [\d.]+ steps/s, \d+ % exposed", result.stderr), result.stderr
     assert str(page) in result.stdout.replace("\n", "")
-    assert page.read_text(encoding="utf-8").count("<script") > 0
+    fetched = Fetched()
+    fetched.feed(page.read_text(encoding="utf-8"))
+    assert fetched.scripts
+    assert not fetched.addresses
 
 
 @pytest.mark.slow
