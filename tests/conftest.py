@@ -13,13 +13,16 @@ from hypothesis import HealthCheck, settings
 
 from support.processes import ranks_left
 
+# Of tests with such a mark, because there is one set of emulated hosts, and one /dev/shm, which MPI uses.
+ONE_AT_A_TIME = {"needs_net": "hosts", "needs_mpi": "/dev/shm", "looks_at_shm": "/dev/shm"}
+
 settings.register_profile("syncline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("syncline")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is sampled, the cases that are left out are slow ones. Hosts are for one test at a time."""
+    """Of a test that is sampled, the cases that are left out are slow ones. Some tests are not run side by side."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
@@ -31,8 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if number not in chosen:
                 item.add_marker(pytest.mark.slow)
     for item in items:
-        if item.get_closest_marker("needs_net"):
-            item.add_marker(pytest.mark.xdist_group("hosts"))  # of which there is one set on a machine
+        for name, group in ONE_AT_A_TIME.items():
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)

@@ -270,6 +270,7 @@ def create_and_close(fabric, meetings: list[Meeting]) -> tuple[int, int, int]:
     return descriptors() - before[0], threading.active_count() - before[1], resident_kib() - before[2]
 
 
+@pytest.mark.looks_at_shm
 @pytest.mark.timeout(180)
 def test_three_hundred_cycles_leave_nothing_behind():
     shared_files = set(os.listdir("/dev/shm"))

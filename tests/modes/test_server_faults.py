@@ -42,6 +42,7 @@ def nothing_open(started_before: None) -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
+pytestmark = pytest.mark.looks_at_shm
 LOST = [("async:apart=true", 2), ("async", 0), ("bounded:ahead=1,servers=2", 1)]
 
 
