@@ -38,6 +38,7 @@ class Pass:
     synchronizes: bool  # whether gradients are sent in it
     turn: int = 1  # how many passes this rank has made since its last step, NO_DATA if it only keeps company, or UNSURE
     late: bool = False  # made by the optimizer's step, because there was no backward pass, or none that synchronizes
+    is_tainted: bool = False  # by a backward pass before it that failed and is part of the same step
     failed: bool = False  # an exception ended it, so nobody may use it
     autograd_pass: int = -1  # the engine's number, which changes in nested ones
     next_bucket: int = 0

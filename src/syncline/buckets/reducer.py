@@ -21,13 +21,14 @@ from time import monotonic_ns
 from typing import Any
 
 from syncline.buckets.backward import End, current_pass
-from syncline.buckets.bucket import Bucket, Slot
+from syncline.buckets.bucket import Slot
 from syncline.buckets.layout import Layout
 from syncline.buckets.parameters import Named
-from syncline.buckets.passes import KeptPass, Pass, Verdict, read_verdict, write_verdict
+from syncline.buckets.passes import KeptPass, Pass, Verdict, read_verdict
+from syncline.buckets.sending import Sender
 from syncline.buckets.sparse import average_sparse
 from syncline.buckets.turns import UNSURE, Turns
-from syncline.errors import ConfigError, Desync, LateGradient, PeerError, SynclineError
+from syncline.errors import ConfigError, Desync, PeerError, SynclineError
 from syncline.fabric.base import Fabric
 from syncline.guards.hangs import explain, explain_desync
 from syncline.pipeline import Flight, Pipeline
@@ -75,6 +76,7 @@ class Reducer:
             shape.fixed,
         )
         self.layout.adopt(named)
+        self.sender = Sender(fabric, pipeline, self.layout)
         self.current: Pass | None = None
         self.abandoned: Pass | None = None  # failed here, and not yet completed with the others
         self.under_way: Pass | KeptPass | None = None  # whose gradients the next backward will return
@@ -104,16 +106,10 @@ class Reducer:
         if not current.synchronizes:
             return
         slot.fired += 1
-        if not self.layout.judged:
+        if self.layout.judged:
+            self.sender.gradient_came(slot, current)
+        else:
             current.order.append(slot)
-        elif slot.fired > slot.expected:
-            self.came_again(slot, current)
-        elif slot.fired == slot.expected and not slot.is_sparse:
-            if not slot.is_small:
-                slot.place()
-            slot.bucket.missing -= 1
-            if not slot.bucket.missing:
-                self.send_full_buckets(current)
 
     def thawed(self) -> None:
         """A parameter has a gradient that needed none before; it gets a bucket at the end of the pass."""
@@ -149,8 +145,8 @@ class Reducer:
             bucket.begin()
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.fired = 0
-        begun = Pass(self.passes, synchronizes, self.turns.next(has_data), late)
-        self.tell(begun, computing=True)
+        begun = Pass(self.passes, synchronizes, self.turns.next(has_data), late, self.is_tainted)
+        self.sender.tell(begun, computing=True)
         return begun
 
     def refuse_what_lags_badly(self) -> None:
@@ -176,51 +172,6 @@ class Reducer:
         handed_out = [slot.view for slot in self.layout.slots if slot.parameter.grad is slot.view]
         return sum(bool(view.any()) for view in handed_out) > 1
 
-    def came_again(self, slot: Slot, current: Pass) -> None:
-        """More gradients than in the first pass; too late if the bucket has left, because it would be torn."""
-        if slot.is_sparse or (slot.bucket.number >= current.next_bucket and not slot.is_divided):
-            slot.expected = slot.fired
-            return
-        raise LateGradient(
-            f"{slot.name} received gradient {slot.fired} of this pass after it had left or was ready to; in the first "
-            f"pass there were {slot.expected}. Its graph changes from step to step, and parts of it have backward "
-            f"passes of their own: use checkpoint(..., use_reentrant=False), or wrap it in sync.no_sync()"
-        )
-
-    def send_full_buckets(self, current: Pass) -> None:
-        """In the agreed order, as far as they are full."""
-        buckets = self.layout.buckets
-        while current.next_bucket < len(buckets):
-            bucket = buckets[current.next_bucket]
-            if bucket.missing or bucket is self.layout.judged:  # the verdict is not known before the end of the pass
-                return
-            bucket.place_small()
-            bucket.side.flags.fill_(1)
-            self.send(bucket, current)
-
-    def send(self, bucket: Bucket, current: Pass) -> None:
-        """The next bucket leaves."""
-        bucket.side.bad.fill_(not bucket.finite)
-        bucket.side.finite = None
-        if bucket is self.layout.judged:
-            write_verdict(bucket, self.fabric.rank, current.failed or self.is_tainted, current.turn, current.late)
-        current.flights.append(self.pipeline.start(current.number, bucket))
-        current.next_bucket += 1
-        self.tell(current, computing=True)
-
-    def send_from(self, first: int, current: Pass) -> None:
-        """All buckets from this one on, with zeros for gradients that did not come."""
-        for bucket in self.layout.buckets[first:]:
-            if current.has_data and not current.failed:
-                bucket.fill()
-            else:
-                bucket.side.flat.zero_()
-            self.send(bucket, current)
-
-    def tell(self, current: Pass, computing: bool) -> None:
-        """Let the others see how far this rank is."""
-        self.fabric.write_note((self.passes, current.next_bucket, len(self.layout.buckets), int(computing)))
-
     # At the end of backward
 
     def send_the_rest(self) -> None:
@@ -229,7 +180,7 @@ class Reducer:
         if current is None or not current.synchronizes or not self.layout.judged:
             return
         try:
-            self.send_from(current.next_bucket, current)
+            self.sender.send_from(current.next_bucket, current)
         except BaseException:
             self.current = None
             raise
@@ -257,7 +208,7 @@ class Reducer:
             self.abandoned = current
             with suppress(SynclineError):
                 if self.layout.judged:
-                    self.send_from(current.next_bucket, current)
+                    self.sender.send_from(current.next_bucket, current)
 
     def drop_gradients(self) -> None:
         """The memory that they are in is not theirs any more."""
@@ -273,7 +224,7 @@ class Reducer:
         """
         current = self.begin(True, has_data, late)
         if self.layout.judged:
-            self.send_from(0, current)
+            self.sender.send_from(0, current)
         return self.complete(current)
 
     def complete_abandoned(self) -> None:
@@ -294,7 +245,7 @@ class Reducer:
         if current.has_data:
             self.has_unsent = False
         self.together()
-        self.tell(current, computing=False)
+        self.sender.tell(current, computing=False)
         return verdict
 
     def lags(self, current: Pass) -> bool:
@@ -307,7 +258,7 @@ class Reducer:
             self.make_buckets_together(current)
         before = len(self.layout.buckets)
         if self.layout.adopt_unfrozen():
-            self.send_from(before, current)
+            self.sender.send_from(before, current)
         is_good = partial(lambda flights: read_verdict(flights).is_good, current.flights)
         current.ending = self.pipeline.finish(current.flights, is_good)
 
@@ -364,7 +315,7 @@ class Reducer:
             self.layout.make_buckets(current.order)
         self.layout.turn_for(current.number)
         self.pipeline.recorder.waited(waited_from_ns, monotonic_ns())
-        self.send_from(0, current)
+        self.sender.send_from(0, current)
 
     def wait(self, flight: Flight) -> None:
         """Wait for a bucket; if it never comes, say why."""
