@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import pytest
@@ -79,6 +80,41 @@ def test_ddp_trains_through_every_codec_and_its_ranks_stay_equal() -> None:
     torch.testing.assert_close(first["int8"], exact, rtol=1e-1, atol=1e-2)
     assert all(torch.equal(a, b) for a, b in zip(first["topk:0.1"], first["interrupted"], strict=True))
     assert not torch.equal(first["topk:0.1"][0], first["none"][0])
+
+
+def resumed(fabric: syncline.Fabric, codec: str, at: int) -> tuple[list[Tensor], list[list[list[str]]]]:
+    """Weights of a training of 6 steps that was saved at one of them and went on with everything new, and its buckets.
+
+    Nothing is saved at step 0.
+    """
+    saved: dict[str, dict[str, object]] = {}
+    buckets = []
+    for steps in (range(at), range(at, 6)):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=0.002)
+        hook = attach(ddp, codec, optimizer)
+        if saved:
+            model.load_state_dict(saved["model"])
+            hook.load_state_dict(saved["hook"])
+        for step in steps:
+            optimizer.zero_grad()
+            ddp(batch(step, fabric.rank)).square().mean().backward()
+            optimizer.step()
+            buckets.append(hook.buckets)
+        saved = {"model": copy.deepcopy(model.state_dict()), "hook": copy.deepcopy(hook.state_dict())} if at else {}
+        hook.close()
+    return [parameter.detach().clone() for parameter in model.parameters()], buckets
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("codec", ["topk:0.1", "onebit", "powersgd:2"])
+def test_a_new_ddp_with_a_new_hook_goes_on_bit_for_bit(codec: str) -> None:
+    whole, buckets = syncline.run(partial(resumed, codec=codec, at=0), ranks=2, fabric="torch")[0]
+    for weights, buckets_of_both in syncline.run(partial(resumed, codec=codec, at=3), ranks=2, fabric="torch"):
+        assert all(torch.equal(one, other) for one, other in zip(whole, weights, strict=True))
+        assert buckets_of_both[3] == buckets[0] != buckets[3]  # a new DDP begins with other buckets
+        assert buckets_of_both[4] == buckets[4]
 
 
 def refuse(fabric: syncline.Fabric, other: nn.Module) -> str:
@@ -192,7 +228,13 @@ def load_states(fabric: syncline.Fabric) -> None:
     empty = hook.state_dict()
     states = [
         empty
-        | {"rank": rank, "world": 3, "step": 7, "codec_state": {"kept": {"first": kept}, "worth": {}, "state": {}}}
+        | {
+            "rank": rank,
+            "world": 3,
+            "step": 7,
+            "buckets": [["first"]],
+            "codec_state": {"kept": {"first": kept}, "worth": {}, "state": {}},
+        }
         for rank, kept in enumerate(torch.tensor([0.0, 3.0, 6.0]).expand(600, 3).T)
     ]
     hook.load_state_dict(states)

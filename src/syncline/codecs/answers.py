@@ -53,9 +53,12 @@ def answer_to(question: Question, fabric: Fabric, collective: str) -> Any:
 
 
 def mean_of(tensor: Tensor, fabric: Fabric, collective: str) -> Tensor:
-    """16-bit values go straight to the owner of their slice, so that none travels as a partial sum of 32 bits."""
-    if tensor.element_size() == 2 and collective in ("auto", "engine") and fabric.name != "shm":
-        collective = "direct"
+    """16-bit values go straight to the owner of their slice, so that none travels as a partial sum of 32 bits.
+
+    That is what parts and messages do too, whichever collective was named: it is for what goes as it is.
+    """
+    if tensor.element_size() == 2:
+        collective = "auto" if fabric.name == "shm" else "direct"
     return fabric.all_reduce(tensor.contiguous(), op="mean", collective=collective)
 
 

@@ -5,13 +5,18 @@
 
 What is kept belongs to parameters and not to buckets, so that DDP may make new buckets after its first step. A bucket
 that is not finite on some rank is averaged as it is, so that GradScaler sees it and skips the step. DDP has been given
-other buckets of that pass by then; but what was kept, of all of them, stays as it was before the pass.
+other buckets of that pass by then; but what was kept, of all of them, stays as it was before the pass. So until the end
+of a pass there are two copies of what is kept; `Sync`, which hands out no mean before all are there, has one.
+
+A new DDP has other buckets in its first step than later, and what codecs choose depends on buckets. A run that goes on
+from a state therefore takes the gradients of its first pass together as those of the saved run were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,15 +52,38 @@ def attach(
     return hook
 
 
+@dataclass(frozen=True)
+class Arrived:
+    """A bucket as DDP has given it."""
+
+    flat: Tensor
+    parts: tuple[Part, ...]
+    future: torch.futures.Future[Tensor]  # what DDP waits for
+
+    @property
+    def names(self) -> list[str]:
+        """Of its parameters."""
+        return [part.name for part in self.parts]
+
+    def slices(self) -> dict[str, tuple[Part, Tensor]]:
+        """The gradients of its parameters."""
+        return {part.name: (part, self.flat[part.lo : part.hi]) for part in self.parts}
+
+
 @dataclass
 class Pass:
     """One backward pass. What it leaves to be kept counts when all its buckets were finite on all ranks."""
 
     step: int
     units: Units  # what gradients are worth
+    arrived: list[Arrived] = field(default_factory=list)
     kept: dict[str, Tensor] = field(default_factory=dict)
     state: State = field(default_factory=dict)
     is_good: bool = True
+
+    def forget(self) -> None:
+        """What it was about, which is DDP's."""
+        self.arrived, self.kept, self.state = [], {}, {}
 
 
 class CodecHook:
@@ -82,29 +110,56 @@ class CodecHook:
         self.state: State = {}
         self.step = 0  # passes that came to their end
         self.now = Pass(0, Units({}))
+        self.buckets: list[list[str]] = []  # of the last pass, by the names of parameters
+        self.saved_buckets: list[list[str]] | None = None  # for the first pass of a run that goes on
 
     def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Begin with a `dist.GradBucket`; the future is what DDP waits for. Buckets come in order."""
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
         if bucket.index() == 0:
             self.now = Pass(self.step + 1, self.units())
+        arrived = Arrived(bucket.buffer(), self.parts_of(bucket.parameters()), torch.futures.Future())
         now, is_last = self.now, bucket.is_last()
+        now.arrived.append(arrived)
         self.step += is_last
-        flat, parts = bucket.buffer(), self.parts_of(bucket.parameters())
+        if self.saved_buckets is None:
+            self.submit(partial(self.average, arrived.flat, arrived.parts, now), [arrived], now, is_last)
+        elif is_last:
+            self.submit(partial(self.average_as_saved, self.saved_buckets, now), now.arrived, now, is_last)
+            self.saved_buckets = None
+        return arrived.future
 
-        def work() -> Times:
+    def submit(self, work: Callable[[], None], answered: Sequence[Arrived], now: Pass, is_last: bool) -> None:
+        """Have the thread do it when it is done with what came before, and tell DDP."""
+
+        def answer() -> Times:
             try:
-                self.average(flat, parts, now)
+                work()
                 if is_last:
                     self.commit(now)
-                future.set_result(flat)
+                for arrived in answered:
+                    arrived.future.set_result(arrived.flat)
             except Exception as error:
                 now.is_good = False
-                future.set_exception(error)  # type: ignore[arg-type]
+                for arrived in answered:
+                    arrived.future.set_exception(error)  # type: ignore[arg-type]
             return Times(0, 0, 0)
 
-        self.worker.submit(work, "a bucket of DDP", self.fabric.deadlines.operation)
-        return future
+        self.worker.submit(answer, "a bucket of DDP", self.fabric.deadlines.operation)
+
+    def average_as_saved(self, buckets: list[list[str]], now: Pass) -> None:
+        """The gradients of a whole pass, taken together as in another run; what that did not have, as it came."""
+        came = {name: found for arrived in now.arrived for name, found in arrived.slices().items()}
+        known = {name for names in buckets for name in names}
+        others = [[name for name in arrived.names if name not in known] for arrived in now.arrived]
+        for names in buckets + others:
+            together = [came[name] for name in names if name in came]
+            if not together:
+                continue
+            flat = torch.cat([values for _, values in together])
+            parts = in_a_row(part for part, _ in together)
+            self.average(flat, parts, now)
+            for (_, values), part in zip(together, parts, strict=True):
+                values.copy_(flat[part.lo : part.hi])
 
     def average(self, flat: Tensor, parts: tuple[Part, ...], now: Pass) -> None:
         """Replace a bucket by the mean over ranks of what was sent, which has the same bits on all of them."""
@@ -135,18 +190,16 @@ class CodecHook:
 
     def commit(self, now: Pass) -> None:
         """Keep what a good pass has left."""
+        self.buckets = [arrived.names for arrived in now.arrived]
         if now.is_good:
             self.kept |= now.kept
             self.worth |= {name: worth_of(name, now.units) for name in now.kept}
             self.state |= now.state
+        now.forget()
 
     def parts_of(self, parameters: Iterable[Tensor]) -> tuple[Part, ...]:
         """The parameters of a bucket by name and place."""
-        parts, start = [], 0
-        for parameter in parameters:
-            parts.append(Part(self.names[id(parameter)], start, start + parameter.numel(), parameter.shape))
-            start += parameter.numel()
-        return tuple(parts)
+        return in_a_row(Part(self.names[id(p)], 0, p.numel(), p.shape) for p in parameters)
 
     def state_of(self, parts: tuple[Part, ...], device: torch.device) -> State:
         """Of the parameters of a bucket, new where there is none yet."""
@@ -174,6 +227,7 @@ class CodecHook:
             "world": self.fabric.world,
             **self._lasting(),
             "step": self.step,
+            "buckets": self.buckets,
             "codec_state": {"kept": dict(self.kept), "worth": dict(self.worth), "state": dict(self.state)},
         }
 
@@ -183,6 +237,7 @@ class CodecHook:
         chosen = choose_state(states, self.fabric.rank, self.fabric.world, self._lasting())
         kinds = chosen["codec_state"]
         self.step = chosen["step"]
+        self.saved_buckets = chosen["buckets"] or None
         self.kept, self.worth, self.state = dict(kinds["kept"]), dict(kinds["worth"]), dict(kinds["state"])
 
     def _lasting(self) -> dict[str, str]:
@@ -192,3 +247,13 @@ class CodecHook:
     def close(self) -> None:
         """Let the thread and the process group of the hook end."""
         self.fabric.close()
+
+
+def in_a_row(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """The same parts, each where the one before it ends."""
+    placed, start = [], 0
+    for part in parts:
+        end = start + part.hi - part.lo
+        placed.append(part._replace(lo=start, hi=end))
+        start = end
+    return tuple(placed)

@@ -1,0 +1,46 @@
+"""How a codec's questions are answered on a fabric."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import syncline
+from syncline.codecs.answers import answer_to
+from syncline.codecs.conversation import Mean
+from syncline.fabric.base import Pending
+
+LENGTH = 30_011
+
+
+def mean_and_bytes(fabric: syncline.Fabric, collective: str, dtype: torch.dtype) -> tuple[Tensor, int]:
+    """The answer to a mean, and the bytes that this rank sent for it."""
+    sent = 0
+    post = fabric.post
+
+    def counting(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
+        nonlocal sent
+        sent += sum(tensor.nbytes for tensor, _ in sends)
+        return post(sends, receives)
+
+    fabric.post = counting
+    values = (torch.arange(LENGTH) % 100 * fabric.world + fabric.rank).to(dtype)
+    return answer_to(Mean(values), fabric, collective), sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("collective", ["auto", "ring", "halving-doubling", "tree", "double-tree", "direct"])
+def test_a_mean_of_16_bit_values_travels_in_16_bits_whatever_collective_is_named(
+    collective: str, dtype: torch.dtype
+) -> None:
+    world = 4
+    answers = syncline.run(partial(mean_and_bytes, collective=collective, dtype=dtype), ranks=world, fabric="threads")
+    exact = torch.arange(LENGTH) % 100 * world + (world - 1) / 2
+    headers = 10_000  # ranks also tell each other what they are about to do
+    for mean, sent in answers:
+        assert torch.equal(mean, exact.to(dtype))
+        assert sent <= 2 * 2 * LENGTH * (world - 1) / world + headers
