@@ -1,9 +1,8 @@
-"""Training steps of several contenders on the same ranks: no synchronization, DDP over Gloo, and ours.
+"""Training steps of several contenders on two ranks each: no synchronization, DDP over Gloo, and ours.
 
-Contenders take turns, a step each, so that a slow moment of the machine hits all of them alike, and each is compared
-with the others of its turn. Every turn has an order of its own, so that none always comes after the same other. Ranks
-begin a step together, and it is over when the slower one has made it. All start from the same weights and see the same
-batches; at the end those that synchronize must have the same weights, to rounding, or their times mean nothing.
+Contenders take turns, a step each, and each is compared with the others of its turn. Both ranks begin a step together,
+and it is over when the slower one has made it. All start from the same weights and see the same batches; at the end
+those that synchronize must have the same weights, to rounding, or their times mean nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from random import Random
 from statistics import median, quantiles
 from typing import Literal
 
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from syncline.bench.turns import RANKS, give_word, is_referee, ranks_needed, ranks_of, turns_of
 from syncline.errors import SynclineError
 from syncline.fabric.base import Fabric
 from syncline.fabric.torch import TorchFabric
@@ -35,6 +34,7 @@ from syncline.workloads.text import Batches, standard_library
 
 Name = Literal["alone", "ddp", "syncline", "syncline over gloo", "syncline topk"]
 NAMES: tuple[Name, ...] = ("alone", "ddp", "syncline", "syncline over gloo")
+SHARED: dict[Name, str] = {"syncline": "none", "syncline topk": "topk:0.01"}  # codecs, through shared memory
 NORMAL = math.sqrt(math.pi / 2) / 1.349  # of a normal distribution, whose middle half is 1.349 standard deviations wide
 WARM_UP = 3  # steps: buckets are built anew after the first
 
@@ -107,20 +107,18 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 class Contender:
     """One way to train, on one rank."""
 
-    def __init__(self, name: Name, workload: Workload, fabrics: dict[str, Fabric]) -> None:
-        self.rank = fabrics["torch"].rank
+    def __init__(self, name: Name, workload: Workload, group: TorchFabric) -> None:
+        self.rank = group.rank
         self.model = workload.model()
         self.optimizer = workload.optimizer(self.model)
         trained: nn.Module = self.model
         self.sync: Sync | None = None
         if name == "ddp":
-            trained = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-        elif name == "syncline":
-            self.sync = Sync(self.model, self.optimizer, fabric=fabrics["shm"])
+            trained = DistributedDataParallel(self.model, process_group=group.group, gradient_as_bucket_view=True)
         elif name == "syncline over gloo":
-            self.sync = Sync(self.model, self.optimizer, fabric=fabrics["torch"])
-        elif name == "syncline topk":
-            self.sync = Sync(self.model, self.optimizer, fabric=fabrics["shm"], codec="topk:0.01")
+            self.sync = Sync(self.model, self.optimizer, fabric=group)
+        elif name in SHARED:
+            self.sync = Sync(self.model, self.optimizer, fabric=share_memory(group), codec=SHARED[name])
         self.loss = workload.loss(trained)
 
     def step(self, number: int) -> None:
@@ -130,37 +128,43 @@ class Contender:
         self.optimizer.step()
 
 
-def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats: int) -> dict[str, list[float]]:
-    """On one rank: the seconds of every step of each contender. The first ones warm up."""
-    assert isinstance(fabric, TorchFabric)
-    fabrics: dict[str, Fabric] = {"torch": fabric, "shm": share_memory(fabric)}
-    what = WORKLOADS[workload]()
-    contenders = {name: Contender(name, what, fabrics) for name in names}
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    order = list(names)
-    shuffle = Random(0).shuffle  # the same on all ranks
-    for number in range(WARM_UP + repeats):
-        shuffle(order)
-        for name in order:
-            fabric.barrier()
-            started = time.perf_counter()
-            contenders[name].step(number)
-            if number >= WARM_UP:
-                seconds[name].append(time.perf_counter() - started)
-    check_weights({name: contender.model for name, contender in contenders.items() if name != "alone"})
-    return seconds
+def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats: int) -> list[float]:
+    """On one rank of a contender: the seconds of each of its steps. The first ones warm up."""
+    if is_referee(fabric):
+        give_word(fabric, WARM_UP + repeats)
+        return []
+    number = fabric.rank // RANKS
+    pair = fabric.subgroup(ranks_of(number))
+    assert isinstance(pair, TorchFabric)
+    contender = Contender(names[number], WORKLOADS[workload](), pair)
+    seconds = []
+    for turn in turns_of(fabric, WARM_UP + repeats):
+        pair.barrier()
+        started = time.perf_counter()
+        contender.step(turn)
+        seconds.append(time.perf_counter() - started)
+    compare_weights(fabric, contender.model, names)
+    return seconds[WARM_UP:]
 
 
-def check_weights(models: dict[Name, nn.Module]) -> None:
-    """All that synchronize have the same weights, to rounding."""
-    names = list(models)
-    for name in names[1:]:
-        for first, other in zip(models[names[0]].parameters(), models[name].parameters(), strict=True):
-            error = float((first.detach() - other.detach()).norm() / first.detach().norm().clamp(min=1e-12))
-            if error > 1e-3:
-                raise SynclineError(
-                    f"{name} has other weights than {names[0]} (by {error:.1e}), so its time means nothing"
-                )
+def compare_weights(fabric: Fabric, model: nn.Module, names: Sequence[Name]) -> None:
+    """On one rank of each contender that synchronizes: the first of them shows its weights to the others."""
+    first, *others = [ranks_of(number)[0] for number, name in enumerate(names) if name != "alone"]
+    for parameter in model.parameters():
+        weights = parameter.detach()
+        if fabric.rank == first:
+            fabric.post([(weights, other) for other in others], []).wait()
+        elif fabric.rank in others:
+            shown = torch.empty_like(weights)
+            fabric.post([], [(shown, first)]).wait()
+            check_weights(names[fabric.rank // RANKS], weights, names[first // RANKS], shown)
+
+
+def check_weights(name: str, weights: Tensor, other: str, expected: Tensor) -> None:
+    """The same, to rounding."""
+    error = float((weights - expected).norm() / expected.norm().clamp(min=1e-12))
+    if error > 1e-3:
+        raise SynclineError(f"{name} has other weights than {other} (by {error:.1e}), so its time means nothing")
 
 
 @dataclass(frozen=True)
@@ -177,11 +181,12 @@ class StepTime:
 
 
 def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int = 31) -> list[StepTime]:
-    """Two ranks on this machine, one thread each."""
+    """Two ranks of each on this machine, one thread each."""
     work = partial(time_training, workload=workload, names=names, repeats=repeats)
-    by_rank = run(work, ranks=2, fabric="torch")
+    by_rank = run(work, ranks=ranks_needed(len(names)), fabric="torch")
     slowest = {
-        name: [max(pair) for pair in zip(*(of_rank[name] for of_rank in by_rank), strict=True)] for name in names
+        name: [max(of_ranks) for of_ranks in zip(*(by_rank[rank] for rank in ranks_of(number)), strict=True)]
+        for number, name in enumerate(names)
     }
     title = WORKLOADS[workload]().name
     return [step_time(title, name, taken, slowest["alone"], slowest["ddp"]) for name, taken in slowest.items()]
@@ -215,21 +220,15 @@ def peak_memory(name: Name, workload: str = "gpt") -> int:
 def watch_memory(fabric: Fabric, name: Name, workload: str) -> int:
     """On one rank."""
     assert isinstance(fabric, TorchFabric)
-    fabrics: dict[str, Fabric] = {"torch": fabric, "shm": share_memory(fabric)}
     what = WORKLOADS[workload]()
     before = resident_bytes("VmRSS")
-    contender = Contender(name, what, fabrics)
+    contender = Contender(name, what, fabric)
     for number in range(4):
         contender.step(number)
     reducer = contender.sync.reducer if contender.sync else None
-    own = sum(bucket.side.flat.nbytes for bucket in reducer.layout.buckets) if reducer and fabrics_shared(name) else 0
+    own = sum(bucket.side.flat.nbytes for bucket in reducer.layout.buckets) if reducer and name in SHARED else 0
     of_peers = max(resident_bytes("RssShmem") - own, 0) if own else 0  # buckets of others that this rank has touched
     return resident_bytes("VmHWM") - before - of_peers
-
-
-def fabrics_shared(name: Name) -> bool:
-    """Whether gradients are in memory that ranks share."""
-    return name in ("syncline", "syncline topk")
 
 
 def resident_bytes(field: str) -> int:
