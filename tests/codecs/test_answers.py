@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 import syncline
-from syncline.codecs.answers import answer_to
+from support.codec_cases import flat_parts
+from syncline.codecs.answers import answer_to, converse
+from syncline.codecs.codec import Place
 from syncline.codecs.conversation import Mean
+from syncline.codecs.registry import codec_of
 from syncline.fabric.base import Pending
 
 LENGTH = 30_011
@@ -44,3 +47,16 @@ def test_a_mean_of_16_bit_values_travels_in_16_bits_whatever_collective_is_named
     for mean, sent in answers:
         assert torch.equal(mean, exact.to(dtype))
         assert sent <= 2 * 2 * LENGTH * (world - 1) / world + headers
+
+
+def said_of_integers(fabric: syncline.Fabric) -> int:
+    values = torch.randn(4 * 2560, generator=torch.Generator().manual_seed(fabric.rank))
+    place = Place(fabric.rank, fabric.world, 0, 0, flat_parts(len(values)))
+    _, said = converse(codec_of("int8:block=256").reduce(values, {}, place), fabric, "auto")
+    return said
+
+
+def test_what_a_rank_says_to_itself_is_not_counted() -> None:
+    """Each value is said once, to its owner or by its owner to all, with a scale a block."""
+    said = syncline.run(said_of_integers, ranks=4, fabric="threads")
+    assert said == [4 * 2560 * (1 + 4 / 256)] * 4

@@ -39,7 +39,7 @@ def converse(conversation: Conversation, fabric: Fabric, collective: str) -> tup
             question = conversation.send(answer)
         except StopIteration as end:
             return end.value, said
-        said += question.nbytes
+        said += question.said_bytes(fabric.rank)
         answer = answer_to(question, fabric, collective)
 
 

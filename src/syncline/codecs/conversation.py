@@ -25,14 +25,13 @@ class Mean:
 
     tensor: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        """What this rank says."""
+    def said_bytes(self, rank: int) -> int:
+        """What this rank has to say."""
         return self.tensor.nbytes
 
     def wire_bytes(self, world: int) -> float:
-        """What this rank sends: a slice of each to its owner, and what it owns to all."""
-        return 2 * (world - 1) / world * self.nbytes
+        """What a rank sends: a slice of each to its owner, and what it owns to all."""
+        return 2 * (world - 1) / world * self.tensor.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,14 +41,13 @@ class Gather:
     message: Tensor
     fixed: bool = False  # the length is the same on every rank
 
-    @property
-    def nbytes(self) -> int:
-        """What this rank says."""
+    def said_bytes(self, rank: int) -> int:
+        """What this rank has to say."""
         return self.message.nbytes
 
     def wire_bytes(self, world: int) -> float:
-        """What this rank sends: its message to all others, or theirs along."""
-        return (world - 1) * self.nbytes
+        """What a rank sends: its message to all others, or theirs along."""
+        return (world - 1) * self.message.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +56,13 @@ class Exchange:
 
     parts: Sequence[Tensor]
 
-    @property
-    def nbytes(self) -> int:
-        """What this rank says."""
-        return sum(part.nbytes for part in self.parts)
+    def said_bytes(self, rank: int) -> int:
+        """What this rank has to say: all parts but its own."""
+        return sum(part.nbytes for owner, part in enumerate(self.parts) if owner != rank)
 
     def wire_bytes(self, world: int) -> float:
-        """What this rank sends: all parts but its own."""
-        return (world - 1) / world * self.nbytes
+        """What a rank sends, on average."""
+        return sum(self.said_bytes(rank) for rank in range(world)) / world
 
 
 Question = Mean | Gather | Exchange
