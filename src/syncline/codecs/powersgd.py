@@ -67,9 +67,7 @@ class PowerSGD(Codec):
         told = yield Mean(together([*dense, *lefts], values))
         averaged = apart(told, [*dense, *lefts])
         plain, bases = averaged[: len(dense)], [kernels.orthonormal(left) for left in averaged[len(dense) :]]
-        rights = [kernels.times_left(view, basis) for view, basis in zip(views, bases, strict=True)]
-        for view, basis, right in zip(views, bases, rights, strict=True):
-            kernels.subtract_product(view, basis, right)
+        rights = [take_right(view, basis) for view, basis in zip(views, bases, strict=True)]
         for piece in dense:
             piece.zero_()
         told = yield Mean(together(rights, values))
@@ -84,6 +82,13 @@ class PowerSGD(Codec):
                 kernels.write_product(out[part.lo : part.hi].view(matrix_shape(part)), basis, factor)
 
         return write
+
+
+def take_right(matrix: Tensor, basis: Tensor) -> Tensor:
+    """The right factor to a left one; what both say is taken from the matrix while that is still in the cache."""
+    right = kernels.times_left(matrix, basis)
+    kernels.subtract_product(matrix, basis, right)
+    return right
 
 
 def matrix_shape(part: Part) -> tuple[int, int]:
