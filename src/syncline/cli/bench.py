@@ -115,6 +115,7 @@ def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
     table.add_column("codec")
     for heading in ("encode", "decode", "torch: encode", "decode", "× torch", "bytes an element", "break-even"):
         table.add_column(heading, justify="right")
+    table.add_column("positions")
     for one in speeds:
         table.add_row(
             one.codec,
@@ -125,6 +126,7 @@ def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
             f"{one.times_twin:.1f}",
             f"{one.wire_bytes_per_element:.3f}",
             "never" if one.break_even_gbit_s <= 0 else f"{one.break_even_gbit_s:.2f} Gbit/s",
+            one.positions,
         )
     return table
 

@@ -41,6 +41,7 @@ class Gather:
 
     message: Tensor
     fixed: bool = False  # the length is the same on every rank
+    has_entries: bool = False  # the message is one of `entries.py`, with positions
 
     @property
     def nbytes(self) -> int:
