@@ -4,6 +4,7 @@
 #include <cmath>
 #include <functional>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <vector>
 
@@ -42,6 +43,47 @@ void check_other_ways(const std::vector<float>& decoded, const std::function<voi
     CHECK(less[i] == start[i] - decoded[i]);
   }
 }
+
+// A message as it comes from others: scales, then codes. Of any bytes, so that there are scales that are not finite, in a
+// buffer of exactly its length, so that the address sanitizer sees every byte beyond.
+struct AnyMessage {
+  AnyMessage(size_t count, size_t block, int bits, Random& random)
+      : head((count + block - 1) / block * sizeof(float)),
+        bytes(head + (count * size_t(bits) + 7) / 8),
+        data(new uint8_t[bytes]) {
+    for (size_t i = 0; i < bytes; ++i) data[i] = uint8_t(random.next());
+    for (size_t i = 0; i < head; i += sizeof(float)) {
+      constexpr float odd[] = {NAN, INFINITY, -INFINITY, 3e38f, 1e-45f, 0.0f};
+      if (random.below(2) == 0) std::memcpy(data.get() + i, odd + random.below(6), sizeof(float));
+    }
+  }
+  const float* scales() const { return reinterpret_cast<const float*>(data.get()); }
+  const uint8_t* codes() const { return data.get() + head; }
+
+  size_t head, bytes;
+  std::unique_ptr<uint8_t[]> data;
+};
+
+float applied(float before, float decoded, How how) {
+  return how == How::write ? decoded : how == How::add ? before + decoded : before - decoded;
+}
+
+bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+
+// Decodes into memory of exactly `count` values, and compares with what `expected(i)` says of each.
+void check_decoder(size_t count, const std::function<void(float*, How)>& decode, const std::function<float(size_t)>& expected) {
+  const auto before = noise(count, 7);
+  for (const How how : {How::write, How::add, How::subtract}) {
+    const std::unique_ptr<float[]> out(new float[count]);
+    std::copy(before.begin(), before.end(), out.get());
+    decode(out.get(), how);
+    for (size_t i = 0; i < count; ++i)
+      CHECK(same(out[i], applied(before[i], expected(i), how)), "%zu of %zu", i, count);
+  }
+}
+
+// Around the blocks, and around what kernels take at a time.
+const size_t awkward[] = {0, 1, 2, 3, 7, 8, 9, 31, 33, 255, 257, 4095, 4096, 4097, 8191, 8193, 20'001};
 
 }  // namespace
 
@@ -84,6 +126,69 @@ TEST(signs_and_magnitudes_come_back) {
           CHECK(std::fabs(scales[at / block] - sum / double(end - at)) <= 1e-5);
           for (size_t i = at; i < end; ++i) CHECK(back[i] == (values[i] >= 0 ? scales[at / block] : -scales[at / block]));
         }
+      }
+  });
+}
+
+TEST(any_quantized_message_is_decoded_in_bounds) {
+  Random random(1);
+  for_each_table([&](const CodecTable& table) {
+    for (const int bits : {8, 4})
+      for (const size_t block : {8, 64, 256, 5000})
+        for (const size_t count : awkward) {
+          const AnyMessage message(count, block, bits, random);
+          const auto decode = [&](float* out, How how) {
+            table.dequantize(out, message.scales(), message.codes(), count, block, bits, how);
+          };
+          check_decoder(count, decode, [&](size_t i) {
+            const int half = message.codes()[i * size_t(bits) / 8] >> (i % 2 * 4) & 15;
+            const int code = bits == 8 ? int8_t(message.codes()[i]) : half > 7 ? half - 16 : half;
+            return float(code) * message.scales()[i / block];
+          });
+        }
+  });
+}
+
+TEST(any_message_of_signs_is_decoded_in_bounds) {
+  Random random(2);
+  for_each_table([&](const CodecTable& table) {
+    for (const size_t block : {8, 32, 512, 5000})
+      for (const size_t count : awkward) {
+        const AnyMessage message(count, block, 1, random);
+        const auto decode = [&](float* out, How how) {
+          table.unpack_signs(out, message.scales(), message.codes(), count, block, how);
+        };
+        check_decoder(count, decode, [&](size_t i) {
+          const float scale = message.scales()[i / block];
+          return message.codes()[i / 8] >> (i % 8) & 1 ? scale : -scale;
+        });
+      }
+  });
+}
+
+TEST(what_is_taken_is_in_the_message_and_nothing_is_out_of_bounds) {
+  for_each_table([](const CodecTable& table) {
+    for (const size_t block : {8, 32, 256, 16'384})
+      for (const size_t count : awkward) {
+        const auto values = noise(count, unsigned(count));
+        const auto check = [&](int bits, const std::function<void(float*, uint8_t*, float*)>& take,
+                               const std::function<void(float*, const float*, const uint8_t*)>& decode) {
+          std::vector<float> rest = values, scales((count + block - 1) / block), said(count);
+          std::vector<uint8_t> codes((count * size_t(bits) + 7) / 8);
+          take(scales.data(), codes.data(), rest.data());
+          decode(said.data(), scales.data(), codes.data());
+          for (size_t i = 0; i < count; ++i) CHECK(rest[i] == values[i] - said[i], "%zu of %zu", i, count);
+        };
+        for (const int bits : {8, 4})
+          check(bits,
+                [&](float* scales, uint8_t* codes, float* rest) { take_quantized(table, scales, codes, rest, nullptr, count, block, bits); },
+                [&](float* said, const float* scales, const uint8_t* codes) {
+                  table.dequantize(said, scales, codes, count, block, bits, How::write);
+                });
+        check(1, [&](float* scales, uint8_t* codes, float* rest) { take_signs(table, scales, codes, rest, count, block); },
+              [&](float* said, const float* scales, const uint8_t* codes) {
+                table.unpack_signs(said, scales, codes, count, block, How::write);
+              });
       }
   });
 }

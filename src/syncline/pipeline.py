@@ -53,6 +53,7 @@ class Sample:
     step: int
     norm: float  # of what was to be sent
     dense: Tensor  # some entries of the mean over ranks, had all been sent
+    positions: str = ""  # how the codec wrote those of the entries that it chose
 
 
 @dataclass
@@ -194,14 +195,15 @@ class CodecPipeline(Pipeline):
         if not has_room(work, self.fabric.world):
             side.bad.fill_(1)
             work.zero_()
-        if dense is not None:
-            coding.sample = Sample(step, float(work.norm()), dense)
+        norm = float(work.norm()) if dense is not None else 0.0
         coding.staged = dict(coded.state)
         scale = coding.units.loss_scale
         place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts, scale)
-        codec = Timed(self.codec)
+        codec = Timed(self.codec, looks=dense is not None)
         coding.decoder, coding.said = self.talk.carry(codec, work, coding.staged, place)
         coding.encode_ns = codec.spent_ns
+        if dense is not None:
+            coding.sample = Sample(step, norm, dense, codec.positions)
         if not all(has_room(tensor, self.fabric.world) for tensor in to_be_kept(coded, work, coding.staged)):
             side.bad.fill_(1)
         self.fabric.all_reduce(side.tail, op="mean")
@@ -286,8 +288,8 @@ def quality_of(number: int, sample: Sample, left: float | None, mean: Tensor) ->
     cosine = float(torch.cosine_similarity(came_out, sample.dense, dim=0))
     if left is None:
         missing = float((came_out - sample.dense).norm()) / max(float(sample.dense.norm()), 1e-30)
-        return Quality(sample.step, number, missing, 0.0, cosine)
-    return Quality(sample.step, number, left / max(sample.norm, 1e-30), left, cosine)
+        return Quality(sample.step, number, missing, 0.0, cosine, sample.positions)
+    return Quality(sample.step, number, left / max(sample.norm, 1e-30), left, cosine, sample.positions)
 
 
 def wide(values: Tensor) -> Tensor:

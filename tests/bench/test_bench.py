@@ -93,6 +93,12 @@ def test_codecs_are_measured_and_priced():
     assert speeds["none"]["wire_bytes_per_element"] == pytest.approx(speeds["none"]["dense_bytes_per_element"])
     assert speeds["topk:0.01"]["wire_bytes_per_element"] < 0.2
     assert all(one["encode_gb_s"] > 0 and one["decode_gb_s"] > 0 for one in speeds.values())
+    assert {name for name, one in speeds.items() if one["positions"] == "rice"} == {
+        "topk:0.01",
+        "topk:0.01,values=int8",
+        "dgc:0.001,warmup=0",
+    }
+    assert {one["positions"] for one in speeds.values()} == {"", "rice"}
 
 
 def test_a_codec_pays_below_its_break_even_speed_only():

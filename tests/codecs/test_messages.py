@@ -39,6 +39,13 @@ def test_the_shortest_way_is_chosen() -> None:
     assert len(encode_indices(clustered, 10_000_000)) < 4000
 
 
+@pytest.mark.parametrize(("spacing", "way"), [(3, "bitmap"), (900, "rice")])
+@pytest.mark.parametrize("module", [entries, kernels])
+def test_a_message_says_how_its_positions_were_written(module: ModuleType, spacing: int, way: str) -> None:
+    message = module.take_entries(torch.ones(100_000), torch.arange(0, 100_000, spacing), "fp32")
+    assert entries.positions_of(message) == way
+
+
 # Corrupt messages
 
 

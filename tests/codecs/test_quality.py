@@ -9,14 +9,15 @@ import torch
 from torch import nn
 
 import syncline
+from syncline.codecs import timed
 from syncline.tracing.quality import Quality, Watch, grows
 
 
-def sampled(fabric: syncline.Fabric, codec: str) -> list[Quality]:
+def sampled(fabric: syncline.Fabric, codec: str, steps: int = 101) -> list[Quality]:
     model = nn.Linear(40, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
-    for _ in range(101):
+    for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(1, 40) * (1 + fabric.rank)).square().sum().backward()
         optimizer.step()
@@ -50,6 +51,31 @@ def test_what_grows_without_bound_is_told_once(caplog: pytest.LogCaptureFixture)
 @pytest.mark.parametrize("norms", [[1.0], [1.0, 20.0], [1.0, 30.0, 20.0, 25.0, 24.0], [1.0, 2.0, 3.0, 4.0, 5.0]])
 def test_what_settles_is_not_told(norms: list[float]) -> None:
     assert not grows(norms)
+
+
+@pytest.mark.parametrize(
+    ("codec", "positions"),
+    [
+        ("topk:0.01", "rice"),
+        ("topk:1.0", "bitmap"),
+        ("dgc:0.01,warmup=0", "rice"),
+        ("rules:codec=(topk:0.01),below=100", "rice"),
+        ("warmup:codec=(topk:0.01),steps=70", ""),  # step 50 is as it is
+        ("int8", ""),
+    ],
+)
+def test_how_positions_were_written_is_told(codec: str, positions: str) -> None:
+    for found in syncline.run(lambda fabric: sampled(fabric, codec, steps=51), ranks=2, fabric="threads"):
+        assert [one.positions for one in found] == [positions]
+
+
+def test_positions_are_looked_at_in_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(timed, "positions_of", lambda message: looked.append(len(message)) or "rice")
+    syncline.run(lambda fabric: sampled(fabric, "topk:0.01", steps=49), ranks=2, fabric="threads")
+    assert not looked
+    syncline.run(lambda fabric: sampled(fabric, "topk:0.01", steps=51), ranks=2, fabric="threads")
+    assert len(looked) == 2  # one bucket on each rank
 
 
 def cosine_by_hand(fabric: syncline.Fabric) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Question, answers_to
 from syncline.codecs.registry import codec_of, text_of_codec
+from syncline.codecs.timed import positions_in
 from syncline.errors import SynclineError
 
 MEASURED: tuple[str, ...] = (
@@ -54,6 +55,7 @@ class CodecSpeed:
     wire_bytes_per_element: float  # that a rank sends
     dense_bytes_per_element: float
     nbytes: int
+    positions: str = ""  # how those of chosen entries were written
 
     @property
     def compute_s(self) -> float:
@@ -86,7 +88,8 @@ def measure_codecs(nbytes: int, world: int, repeats: int, tell: Callable[[str], 
     speeds = []
     for text in MEASURED:
         tell(text)
-        encode, decode, twin_encode, twin_decode, wire = time_codec(codec_of(text), nbytes // 4, world, repeats)
+        ours, theirs = time_codec(codec_of(text), nbytes // 4, world, repeats)
+        encode, decode, twin_encode, twin_decode = *ours.medians(), *theirs.medians()
         gigabytes = nbytes / 1e9
         speeds.append(
             CodecSpeed(
@@ -95,9 +98,10 @@ def measure_codecs(nbytes: int, world: int, repeats: int, tell: Callable[[str], 
                 gigabytes / decode,
                 gigabytes / twin_encode,
                 gigabytes / twin_decode,
-                wire / (nbytes // 4),
+                ours.wire / (nbytes // 4),
                 8 * (world - 1) / world,
                 nbytes,
+                ours.positions,
             )
         )
     torch.set_num_threads(threads_before)
@@ -114,8 +118,8 @@ def without_native() -> Iterator[None]:
         kernels.native = found
 
 
-def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[float, float, float, float, float]:
-    """Median seconds of encoding and decoding on rank 0, natively and in torch by turns, and the bytes it sends.
+def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[Trial, Trial]:
+    """Natively and in torch, by turns.
 
     Both are given the same gradients, and the first step, which is not timed, must have the same answer.
     """
@@ -130,7 +134,7 @@ def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[floa
             expected = theirs.run(gradients, step)
         if step == 0:
             check_answers(codec, answer, expected)
-    return *ours.medians(), *theirs.medians(), ours.wire
+    return ours, theirs
 
 
 def check_answers(codec: Codec, answer: Tensor, expected: Tensor) -> None:
@@ -157,7 +161,8 @@ class Trial:
     states: list[State]
     kept: list[Tensor]
     timings: list[tuple[float, float]]
-    wire: float = 0.0
+    wire: float = 0.0  # bytes that rank 0 sends
+    positions: str = ""  # how it wrote those of chosen entries
 
     @classmethod
     def begin(cls, codec: Codec, parts: tuple[Part, ...], world: int) -> Trial:
@@ -168,12 +173,14 @@ class Trial:
     def run(self, gradients: list[Tensor], step: int) -> Tensor:
         """One step; returns the mean."""
         out = torch.full_like(gradients[0], torch.nan)  # memory in use, as in training
-        encode, decode, self.wire = time_step(self.codec, gradients, self.kept, self.states, step, self.parts, out)
+        encode, decode, asked = time_step(self.codec, gradients, self.kept, self.states, step, self.parts, out)
         self.timings.append((encode, decode))
+        self.wire = sum(question.wire_bytes(len(gradients)) for question in asked)
+        self.positions = "".join(map(positions_in, asked))
         return out
 
     def medians(self) -> tuple[float, float]:
-        """Of all steps but the first."""
+        """Seconds of encoding and of decoding on rank 0, in all steps but the first."""
         encodes, decodes = zip(*self.timings[1:], strict=True)
         return median(encodes), median(decodes)
 
@@ -186,11 +193,11 @@ def time_step(
     step: int,
     parts: tuple[Part, ...],
     out: Tensor,
-) -> tuple[float, float, float]:
-    """One step of all ranks, of which the first is timed, and writes the mean."""
+) -> tuple[float, float, list[Question]]:
+    """One step of all ranks, of which the first is timed, and writes the mean. Also what it asked."""
     world = len(gradients)
     clocks: list[float] = []
-    wire = 0.0
+    asked: list[Question] = []
     if codec.feedback:
         gradients[0].add_(kept[0])
         for rank in range(1, world):
@@ -210,11 +217,11 @@ def time_step(
             if rank == 0:
                 clocks.append(time.perf_counter() - started)
         if questions:
-            wire += questions[0].wire_bytes(world)
+            asked.append(questions[0])
             answers = answers_to(questions)
     started = time.perf_counter()
     decoder(out)
     decoding = time.perf_counter() - started + sum(clocks[1:])
     if codec.feedback:
         kept[:] = gradients
-    return clocks[0], decoding, wire
+    return clocks[0], decoding, asked

@@ -5,16 +5,26 @@ Needs root and iproute2. Traffic stays inside this machine, and everything is re
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from syncline.errors import ConfigError, SynclineError
+from syncline.launch.torch import TorchProcesses
+
+if TYPE_CHECKING:
+    from syncline.fabric.base import Fabric
+    from syncline.launch.processes import Join, Life
 
 BRIDGE = "slbridge"
 SUBNET = "10.78.0"
+DEVICE = "eth0"  # of every host
 
 
 def why_not() -> str:
@@ -53,10 +63,10 @@ class Hosts:
         for number in range(self.count):
             name, end = self.name(number), f"slink{number}"
             call("ip", "netns", "add", name)
-            call("ip", "link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", name)
+            call("ip", "link", "add", end, "type", "veth", "peer", "name", DEVICE, "netns", name)
             call("ip", "link", "set", end, "master", BRIDGE, "up")
-            call("ip", "-n", name, "addr", "add", f"{SUBNET}.{number + 1}/24", "dev", "eth0")
-            call("ip", "-n", name, "link", "set", "eth0", "up")
+            call("ip", "-n", name, "addr", "add", f"{SUBNET}.{number + 1}/24", "dev", DEVICE)
+            call("ip", "-n", name, "link", "set", DEVICE, "up")
             call("ip", "-n", name, "link", "set", "lo", "up")
         self.limit(rate)
 
@@ -64,7 +74,7 @@ class Hosts:
         """Change the rate of all links."""
         shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "20ms"]
         for number in range(self.count):
-            call("ip", "netns", "exec", self.name(number), "tc", "qdisc", "replace", "dev", "eth0", *shape)
+            call("ip", "netns", "exec", self.name(number), "tc", "qdisc", "replace", "dev", DEVICE, *shape)
             call("tc", "qdisc", "replace", "dev", f"slink{number}", *shape)
 
     def run(self, command: Sequence[str], port: int, limit_s: float) -> str:
@@ -91,7 +101,7 @@ class Hosts:
             "LOCAL_RANK": "0",
             "MASTER_ADDR": f"{SUBNET}.1",
             "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": "eth0",
+            "GLOO_SOCKET_IFNAME": DEVICE,
             "OMP_NUM_THREADS": "1",
         }
         whole = ["ip", "netns", "exec", self.name(number), *command]
@@ -117,3 +127,34 @@ def call(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SynclineError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+
+
+@dataclass(frozen=True)
+class OnHosts:
+    """A setup for `run_processes`: a rank on each of the hosts that are there. None has to import torch by itself."""
+
+    def prepare(self, world: int) -> tuple[Join, Callable[[], None]]:
+        """They meet in a file, and talk over their links."""
+        join, clean_up = TorchProcesses().prepare(world)
+        return JoinOnHost(join), clean_up
+
+
+@dataclass(frozen=True)
+class JoinOnHost:
+    """How one rank joins: it moves to its host first."""
+
+    join: Join
+
+    def __call__(self, rank: int, world: int, life: Life) -> Fabric:
+        """Before it has any socket."""
+        move_to(Hosts.name(rank))
+        os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
+        return self.join(rank, world, life)
+
+
+def move_to(namespace: str) -> None:
+    """This thread, and all that it starts from now on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as file:
+        if libc.setns(file.fileno(), 0):
+            raise SynclineError(f"cannot move to the network namespace {namespace}: {os.strerror(ctypes.get_errno())}")

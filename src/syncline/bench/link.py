@@ -7,16 +7,27 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from syncline.errors import SynclineError
+
 LOOK_S = 0.02  # between two looks
 
 Sample = tuple[float, int]  # seconds, and bytes sent since the device was made
+
+
+def sent_by(device: str) -> int:
+    """Bytes since the device was made, headers included; of this process's network namespace."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == device:
+            return int(counters.split()[8])
+    raise SynclineError(f"there is no network device {device!r} here; `ip link` lists those that are")
 
 
 class LinkWatch:
     """Looks at a device until it is told to stop."""
 
     def __init__(self, device: str = "eth0") -> None:
-        self.counter = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
+        self.device = device
         self.samples: list[Sample] = [self.look()]
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self.watch, name="link watch", daemon=True)
@@ -24,7 +35,7 @@ class LinkWatch:
 
     def look(self) -> Sample:
         """Now."""
-        return time.perf_counter(), int(self.counter.read_text())
+        return time.perf_counter(), sent_by(self.device)
 
     def watch(self) -> None:
         """In a thread."""

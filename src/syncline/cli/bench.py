@@ -17,11 +17,10 @@ from syncline.bench.collectives import MPIS, Results, compare
 from syncline.bench.contenders import CONTENDERS, present
 from syncline.bench.convergence import CODECS as CONVERGING
 from syncline.bench.convergence import ConvergenceRow, compare_codecs
-from syncline.bench.network import METHODS, NetworkRow, compare_methods
 from syncline.bench.overhead import measure_overhead
 from syncline.bench.tasks import QUICK, TASKS
 from syncline.bench.training import WORKLOADS, Name, StepTime, compare_training, peak_memory
-from syncline.cli import bench_modes
+from syncline.cli import bench_modes, bench_network
 from syncline.cli.progress import counting
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, UnknownName
@@ -116,6 +115,7 @@ def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
     table.add_column("codec")
     for heading in ("encode", "decode", "torch: encode", "decode", "× torch", "bytes an element", "break-even"):
         table.add_column(heading, justify="right")
+    table.add_column("positions")
     for one in speeds:
         table.add_row(
             one.codec,
@@ -126,6 +126,7 @@ def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
             f"{one.times_twin:.1f}",
             f"{one.wire_bytes_per_element:.3f}",
             "never" if one.break_even_gbit_s <= 0 else f"{one.break_even_gbit_s:.2f} Gbit/s",
+            one.positions,
         )
     return table
 
@@ -203,50 +204,7 @@ def convergence_table(rows: list[ConvergenceRow]) -> Table:
     return table
 
 
-@app.command()
-def network(
-    rates: Annotated[str, typer.Option(help="Of the links, as tc writes them.")] = "1gbit,100mbit",
-    methods: Annotated[str, typer.Option(help=f"Of {', '.join(METHODS)}; DDP first.")] = ",".join(METHODS),
-    steps: Annotated[int, typer.Option(help="Steps that are counted, of which the median is taken.")] = 8,
-    count: Annotated[int, typer.Option("--hosts", help="How many hosts are emulated.")] = 4,
-    as_json: Annotated[bool, JSON] = False,
-) -> None:
-    """Training over a slow network, on hosts that are emulated with network namespaces (needs root and iproute2).
-
-    `syncline bench network --rates 100mbit`
-    """
-    if steps < 1 or count < 2:
-        raise ConfigError(f"--steps {steps} --hosts {count}: there must be two hosts and one step at least")
-    status = Console(stderr=True).status("making hosts", spinner="dots")
-    with status:
-        chosen = [method.strip() for method in methods.split(",")]
-        rows = compare_methods(rates.split(","), chosen, steps, count, lambda what: status.update(what))
-    if as_json:
-        print(json.dumps([asdict(row) for row in rows]))
-        return
-    console = Console(highlight=False)
-    for rate in dict.fromkeys(row.rate for row in rows):
-        console.print(network_table(rate, count, [row for row in rows if row.rate == rate]))
-
-
-def network_table(rate: str, count: int, rows: list[NetworkRow]) -> Table:
-    """One rate."""
-    table = Table(title=f"GPT of 5 M parameters, {count} hosts at {rate}", title_justify="left")
-    table.add_column("")
-    for heading in ("step", "exposed", "said per rank", "loss", "× DDP"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            row.method,
-            format_seconds(row.step_s),
-            format_seconds(row.exposed_s),
-            format_bytes(row.said_bytes),
-            f"{row.loss:.3f}",
-            f"{row.times_ddp:.2f}",
-        )
-    return table
-
-
+app.command()(bench_network.network)
 app.command()(bench_modes.modes)
 app.command()(bench_modes.stragglers)
 

@@ -108,10 +108,11 @@ class Rules(Composed):
         decoder = yield from self.inner().reduce(rest, state, replace(place, parts=closed_up(coded)))
         put(values, plain, torch.zeros_like(mean))
         put(values, coded, rest)
+        numel = rest.numel()  # and not `rest` itself, which would be held until the mean is written
 
         def write(out: Tensor) -> None:
             put(out, plain, mean)
-            whole = torch.empty_like(rest)
+            whole = out.new_empty(numel)
             decoder(whole)
             put(out, coded, whole)
 

@@ -40,6 +40,7 @@ class Gather:
 
     message: Tensor
     fixed: bool = False  # the length is the same on every rank
+    has_entries: bool = False  # the message is one of `entries.py`, with positions
 
     def said_bytes(self, rank: int) -> int:
         """What this rank has to say."""

@@ -82,7 +82,7 @@ class DGC(Codec):
         message = kernels.take_entries(unsent, chosen, self.values)
         if self.masking:
             momentum[chosen] = 0
-        messages = yield Gather(message)
+        messages = yield Gather(message, has_entries=True)
         for part in place.parts:
             state[f"{part.name}/momentum"] = momentum[part.lo : part.hi] / place.loss_scale
             state[f"{part.name}/unsent"] = unsent[part.lo : part.hi] / place.loss_scale

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import twins
-from syncline.codecs.indices import decode_indices, encode_indices
+from syncline.codecs.indices import decode_indices, encode_indices, way_of
 from syncline.errors import CorruptMessage
 
 FORMS = ("fp32", "fp16", "int8")  # of values; the native ones are numbered so
@@ -42,6 +42,11 @@ def write_message(positions: Tensor, values: Tensor, numel: int, form: str) -> T
     written = encode_indices(positions, numel)
     header = torch.tensor([len(positions), len(written)]).view(torch.uint8)
     return torch.cat([header, written, write_values(values.cpu(), form)])
+
+
+def positions_of(message: Tensor) -> str:
+    """How the positions of a message were written, for reports: `"bitmap"`, `"short"` or `"rice"`."""
+    return way_of(message[HEADER_BYTES:])
 
 
 def write_values(values: Tensor, form: str) -> Tensor:

@@ -184,6 +184,7 @@ def narrow(values: Tensor, dtype: torch.dtype, saturates: bool = False) -> Tenso
 
 def widen(out: Tensor, halves: Tensor) -> None:
     """From 16-bit floats."""
+    expect_length(halves.view(torch.uint8), 2 * out.numel(), "16-bit values")
     if not runs_natively(out, halves) or out.dtype != torch.float32:
         twins.widen(out, halves)
         return

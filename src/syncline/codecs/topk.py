@@ -55,7 +55,7 @@ class TopK(Codec):
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
         """One gather."""
         message = kernels.take_entries(values, self.choose(values, place), self.values)
-        messages = yield Gather(message)
+        messages = yield Gather(message, has_entries=True)
         return lambda out: kernels.mean_of_entries(out, messages, self.values)
 
     def count(self, numel: int) -> int:

@@ -21,6 +21,7 @@ class Quality(NamedTuple):
     relative_error: float  # what was not sent, over what was to be sent; without error feedback, the error of the mean
     kept_norm: float  # by error feedback
     cosine: float = 1.0  # between what came out and the mean that it stands for, of some entries
+    positions: str = ""  # how those of chosen entries were written, in the fewest bytes: "bitmap", "short" or "rice"
 
 
 class Watch:

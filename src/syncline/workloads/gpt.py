@@ -22,6 +22,7 @@ class Shape:
 
 
 SHAPES = {
+    "1M": Shape(width=128, heads=4),
     "5M": Shape(width=256, heads=4),
     "10M": Shape(),
     "20M": Shape(width=512, heads=8),
