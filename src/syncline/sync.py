@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from syncline.batch_norm import refuse_shared_statistics
 from syncline.buckets.backward import current_pass
+from syncline.buckets.membership import Membership
 from syncline.buckets.parameters import Claim, check_parameters, parameters_of
 from syncline.buckets.reducer import Reducer
 from syncline.codecs.codec import Codec
@@ -30,7 +31,6 @@ from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.guards.finite import Policy, Skipping, WithheldGradients
-from syncline.guards.membership import Membership
 from syncline.modes.mode import DivideBy, Driver, Mode
 from syncline.modes.registry import mode_of, text_of_mode
 from syncline.modes.replica import Replica
