@@ -65,7 +65,9 @@ class Sender:
         bucket.side.bad.fill_(not bucket.finite)
         bucket.side.finite = None
         if bucket is self.layout.judged:
-            write_verdict(bucket, self.fabric.rank, current.failed or current.is_tainted, current.turn, current.late)
+            current.unfrozen = self.layout.unfrozen()
+            failed = current.failed or current.is_tainted
+            write_verdict(bucket, self.fabric.rank, failed, current.turn, current.late, bool(current.unfrozen))
         current.flights.append(self.pipeline.start(current.number, bucket))
         current.next_bucket += 1
         self.tell(current, computing=True)

@@ -28,10 +28,9 @@ def explain(error: PeerError, step: int, bucket: int, buckets: Sequence[Sequence
 
 
 def explain_desync(error: Desync, step: int, bucket: int, buckets: Sequence[Sequence[str]]) -> Desync:
-    """The same error, with the bucket that this rank was in. Ranks have other buckets if they unfreeze other things."""
+    """The same error, with the bucket that this rank was in."""
     return Desync(
-        f"{str(error).rstrip('.')}. On this rank it is bucket {bucket} of step {step} ({some(buckets[bucket])}); if "
-        f"parameters were unfrozen, that has to be before the same step on all ranks"
+        f"{str(error).rstrip('.')}. On this rank it is bucket {bucket} of step {step} ({some(buckets[bucket])})"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
 from syncline.errors import Desync, FabricError, PairingError
 from syncline.guards.finite import first_not_finite, is_finite
+from syncline.guards.unfreezing import compare_unfrozen
 from syncline.modes.mode import DivideBy, Driver
 from syncline.modes.replica import Replica
 
@@ -48,6 +50,7 @@ class GradientDriver(Driver):
             shape,
             self.arrived,
             self.together,
+            partial(compare_unfrozen, replica.fabric),
         )
         self.hook = replica.model.register_forward_pre_hook(self.before_forward) if self.lags else None
 
