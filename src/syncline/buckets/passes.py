@@ -45,6 +45,7 @@ class Pass:
     has_agreed: bool = False  # with the others, on what is unfrozen
     autograd_pass: int = -1  # the engine's number, which changes in nested ones
     next_bucket: int = 0
+    produced: int = 0  # buckets that left with what they are for, and not only with zeros because it failed
     flights: list[Flight] = field(default_factory=list)
     order: list[Slot] = field(default_factory=list)  # in which gradients came; only of the first pass
     ending: Handle | None = None  # what a codec still has to do when all flights have arrived

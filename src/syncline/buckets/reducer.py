@@ -30,7 +30,7 @@ from syncline.buckets.sparse import average_sparse
 from syncline.buckets.turns import UNSURE, Turns
 from syncline.errors import ConfigError, Desync, PeerError, SynclineError
 from syncline.fabric.base import Fabric
-from syncline.guards.hangs import explain, explain_desync
+from syncline.guards.hangs import Doing, explain, explain_desync
 from syncline.pipeline import Flight, Pipeline
 
 
@@ -149,7 +149,7 @@ class Reducer:
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.fired = 0
         begun = Pass(self.passes, synchronizes, self.turns.next(has_data), late, self.is_tainted)
-        self.sender.tell(begun, computing=True)
+        self.sender.tell(begun, Doing.BACKWARD)
         return begun
 
     def refuse_what_lags_badly(self) -> None:
@@ -210,6 +210,7 @@ class Reducer:
             current.failed = True
             self.abandoned = current
             with suppress(SynclineError):
+                self.sender.tell(current, Doing.FAILED)
                 if self.layout.judged:
                     self.sender.send_from(current.next_bucket, current)
 
@@ -248,7 +249,7 @@ class Reducer:
         if current.has_data:
             self.has_unsent = False
         self.together()
-        self.sender.tell(current, computing=False)
+        self.sender.tell(current, Doing.ELSEWHERE)
         return verdict
 
     def lags(self, current: Pass) -> bool:
@@ -279,7 +280,7 @@ class Reducer:
         assert self.layout.judged is not None
         judged = current.flights[: self.layout.judged.number + 1]
         for flight in judged:
-            self.wait(flight)
+            self.wait(flight, current)
         if read_verdict(judged).thawed:
             with self.staying_broken():
                 self.agree(current.unfrozen, current.number)
@@ -323,7 +324,7 @@ class Reducer:
         """Known when all of it has arrived."""
         self.agree_on_unfrozen(current)
         for flight in current.flights:
-            self.wait(flight)
+            self.wait(flight, current)
         if current.ending is not None:
             current.ending.wait()
         verdict = read_verdict(current.flights)
@@ -349,29 +350,29 @@ class Reducer:
     def make_buckets_together(self, current: Pass) -> None:
         """At the end of the first pass; ranks wait for each other here, and not in the first bucket."""
         waited_from_ns = monotonic_ns()
-        with self.explaining(0):
+        with self.explaining(0, current):
             self.layout.make_buckets(current.order)
         self.layout.turn_for(current.number)
         self.pipeline.recorder.waited(waited_from_ns, monotonic_ns())
         self.sender.send_from(0, current)
 
-    def wait(self, flight: Flight) -> None:
-        """Wait for a bucket; if it never comes, say why."""
-        with self.explaining(flight.number):
+    def wait(self, flight: Flight, current: Pass) -> None:
+        """Wait for a bucket of a pass; if it never comes, say why."""
+        with self.explaining(flight.number, current):
             self.pipeline.wait(flight)
 
     @contextmanager
-    def explaining(self, bucket: int) -> Iterator[None]:
-        """Add to the error about a peer what is known of it and of the bucket."""
+    def explaining(self, bucket: int, current: Pass) -> Iterator[None]:
+        """Add to the error about a peer what is known of it and of the bucket of a pass."""
         try:
             yield
         except Desync as error:
-            raise explain_desync(error, self.passes, bucket, self.planned_names()) from None
+            raise explain_desync(error, current.number, bucket, self.planned_names()) from None
         except PeerError as error:
             if not self.pipeline.waits_for_ranks:
                 raise
             note = self.fabric.note_of(error.rank)
-            raise explain(error, self.passes, bucket, self.planned_names(), note) from None
+            raise explain(error, current.number, bucket, self.planned_names(), note) from None
 
     def planned_names(self) -> list[list[str]]:
         """Of the parameters in each bucket."""
