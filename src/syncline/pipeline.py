@@ -94,6 +94,10 @@ class Pipeline:
         """By which gradients are divided on their way into a bucket, because an engine only adds."""
         return self.fabric.world if self.collective == "engine" and dtype in DIVIDED_EARLY else 1
 
+    def takes(self, values: Tensor) -> bool:
+        """Whether what this rank has to say is finite, and stays so when it is added up."""
+        return has_room(values, self.fabric.world)
+
     def start(self, step: int, bucket: Bucket) -> Flight:
         """Send a bucket off. Its memory belongs to the fabric until it is waited for."""
         ready_ns = monotonic_ns()
@@ -157,6 +161,9 @@ class CodecPipeline(Pipeline):
 
     def divisor_of(self, dtype: torch.dtype) -> int:
         return 1  # a codec's answers are means
+
+    def takes(self, values: Tensor) -> bool:
+        return has_room(values.to(torch.float32), self.fabric.world)
 
     def start(self, step: int, bucket: Bucket) -> Flight:
         side, ready_ns = bucket.side, monotonic_ns()
