@@ -11,6 +11,7 @@ import torch
 from syncline.buckets.parameters import sparse_names
 from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
+from syncline.codecs.none import NoCodec
 from syncline.errors import Desync, FabricError, PairingError
 from syncline.guards.finite import first_not_finite, is_finite
 from syncline.guards.unfreezing import compare_unfrozen
@@ -189,7 +190,8 @@ class GradientDriver(Driver):
             self.replica.compare(when)
 
     def what_is_wrong(self, verdict: Verdict) -> str:
-        """With the gradients at hand; empty if nothing is."""
+        """With the gradients at hand; empty if nothing is. Without a codec every mean is right or not by itself."""
+        self.spoils_all = verdict.failed or not isinstance(self.replica.settings.codec, NoCodec)
         if verdict.failed:
             return "a rank failed in its backward pass"
         if verdict.bad:
