@@ -25,7 +25,7 @@ from syncline.codecs.timed import Timed
 from syncline.collectives.execute import Op
 from syncline.fabric.base import Fabric, Handle, Times
 from syncline.fabric.worker import Worker
-from syncline.guards.finite import has_room
+from syncline.guards.finite import has_room, is_finite
 from syncline.tracing.quality import Quality, Watch
 from syncline.tracing.spans import BucketSpan, Recorder
 
@@ -95,6 +95,10 @@ class Pipeline:
         """By which gradients are divided on their way into a bucket, because an engine only adds."""
         return self.fabric.world if self.collective == "engine" and dtype in DIVIDED_EARLY else 1
 
+    def takes(self, values: Tensor) -> bool:
+        """Whether what this rank has to say is finite, and stays so when it is added up."""
+        return has_room(values, self.fabric.world)
+
     def start(self, step: int, bucket: Bucket) -> Flight:
         """Send a bucket off. Its memory belongs to the fabric until it is waited for."""
         ready_ns = monotonic_ns()
@@ -159,6 +163,9 @@ class CodecPipeline(Pipeline):
     def divisor_of(self, dtype: torch.dtype) -> int:
         return 1  # a codec's answers are means
 
+    def takes(self, values: Tensor) -> bool:
+        return has_room(values.to(torch.float32), self.fabric.world)
+
     def start(self, step: int, bucket: Bucket) -> Flight:
         side, ready_ns = bucket.side, monotonic_ns()
         coding = Coding(wide(side.values), self.units_of(step))
@@ -216,30 +223,48 @@ class CodecPipeline(Pipeline):
         def work() -> Times:
             began_ns = monotonic_ns()
             if all(flight.coding and flight.coding.decoder for flight in flights):
-                end = self.settle if is_good() else self.give_up
+                end = self.settle if is_good() and self.all_fit(flights) else self.give_up
                 for flight in flights:
                     end(flight)
             return Times(began_ns, began_ns, monotonic_ns())
 
         return self.submit(work, "what a pass comes to")
 
-    def settle(self, flight: Flight) -> None:
-        """Write the mean, and keep what was not sent."""
-        coding, coded = flight.coding, self.coded_of(flight.bucket)
+    def all_fit(self, flights: Sequence[Flight]) -> bool:
+        """Decode into buckets of 16 bits, which a mean may be too large for; the same on all ranks.
+
+        This is before anything is kept of the pass, because a mean that does not fit would be lost.
+        """
+        narrow = [flight for flight in flights if flight.side.values.itemsize < torch.float32.itemsize]
+        for flight in narrow:
+            assert flight.coding is not None
+            self.decode(flight, torch.empty_like(flight.coding.work))
+        return all(is_finite(flight.side.values) for flight in narrow)
+
+    def decode(self, flight: Flight, out: Tensor) -> None:
+        """Write the mean, by way of float32."""
+        coding = flight.coding
         assert coding is not None
         assert coding.decoder is not None
+        began_ns = monotonic_ns()
+        coding.decoder(out)
+        coding.decoder = None
+        self.recorder.codings.append((coding.encode_ns, monotonic_ns() - began_ns))
+        if out is not flight.side.values:
+            flight.side.values.copy_(out)
+
+    def settle(self, flight: Flight) -> None:
+        """Keep what was not sent, and write the mean where that has not been done."""
+        coding, coded = flight.coding, self.coded_of(flight.bucket)
+        assert coding is not None
         coded.state = coding.staged
         left = float(coding.work.norm()) if coding.sample is not None and coded.feedback is not None else None
         if coded.feedback is not None:
             coded.feedback.commit(coding.work, coding.units)
-        began_ns = monotonic_ns()
-        coding.decoder(coding.work)
-        self.recorder.codings.append((coding.encode_ns, monotonic_ns() - began_ns))
+        if coding.decoder is not None:
+            self.decode(flight, coding.work)
         if coding.sample is not None:
-            self.watch.add(quality_of(flight.number, coding.sample, left, coding.work))
-        if coding.work is not flight.side.values:
-            flight.side.values.copy_(coding.work)
-        coding.decoder = None
+            self.watch.add(quality_of(flight.number, coding.sample, left, flight.side.values))
 
     def give_up(self, flight: Flight) -> None:
         """There is no mean of a bucket that is bad somewhere; a GradScaler is to see that, on all ranks."""
@@ -284,7 +309,7 @@ def quality_of(number: int, sample: Sample, left: float | None, mean: Tensor) ->
 
     Where nothing is `left` to be kept, what came out is compared with what should have.
     """
-    came_out = some_of(mean)
+    came_out = some_of(mean).to(sample.dense.dtype)
     cosine = float(torch.cosine_similarity(came_out, sample.dense, dim=0))
     if left is None:
         missing = float((came_out - sample.dense).norm()) / max(float(sample.dense.norm()), 1e-30)

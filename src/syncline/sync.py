@@ -30,7 +30,7 @@ from syncline.collectives.registry import algorithm
 from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
-from syncline.guards.finite import Policy, Skipping, WithheldGradients
+from syncline.guards.finite import Policy, Skipping, WithheldGradients, first_not_finite
 from syncline.modes.mode import DivideBy, Driver, Mode
 from syncline.modes.registry import mode_of, text_of_mode
 from syncline.modes.replica import Replica
@@ -84,7 +84,7 @@ class Sync:
             )
         self.model = model
         self.optimizers = list_optimizers(optimizer)
-        self.scaler = scaler  # what is kept by error feedback follows its scale
+        self.scaler = scaler  # what is kept follows its scale, and it judges each optimizer by itself
         self.settings = Settings(
             mode=mode_of(mode),
             codec=codec_of(codec),
@@ -291,8 +291,18 @@ class Sync:
             if self.reducer is not None:
                 self.membership.refuse_replaced(chain(self.reducer.layout.slots, self.reducer.layout.sparse))
             self.skips = self.skipping.judge(problem)
-        if self.skips or (self.driver is not None and self.driver.withholds):
+        if self._skips(optimizer) or (self.driver is not None and self.driver.withholds):
             self.withheld.withhold(p for group in optimizer.param_groups for p in group["params"])
+
+    def _skips(self, optimizer: Optimizer) -> bool:
+        """Whether the step that is skipped is also this optimizer's: a GradScaler judges each by its own gradients.
+
+        They are looked at as they are now, because what was clipped together with an infinity may be NaN.
+        """
+        if not self.skips or self.scaler is None or self.driver is None or self.driver.spoils_all:
+            return self.skips
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return bool(first_not_finite(("a gradient", gradient) for gradient in gradients))
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         self.withheld.give_back()

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import syncline
 from support.batches import Batch, fill
 from support.losses import squared
 from support.models import frozen_below, mlp, normalized
+from support.on_a_line import RATE, START, Line
 from support.references import same_bits
 from support.trainees import ADAM, DEADLINES, HEAVY, PLAIN, Alone, Trainee, place_of, start
-from syncline.errors import RankFailed
+from syncline.errors import NonFiniteGradient, RankFailed
 from syncline.fabric.threads import Threads
 
 FAMILY = ("local:every=3", "slowmo:every=3", "diloco:every=3")
@@ -322,6 +325,88 @@ def test_a_rank_with_nan_parameters_takes_the_mean_of_the_others(mode: str, code
         assert kept == len(ranks[2][1]) == len(ranks[1][1])
         assert ranks[0][1][0] == 9.0  # steps of a rank that was not broken
         assert ranks[1][1][0] == 6.0  # the broken one began anew after the first meeting
+
+
+SLOPES = (1.0, 2.0, 3.0)
+LARGE = 1e37  # finite, but sums over a bucket and all ranks may not be
+
+
+def descend(
+    fabric: syncline.Fabric, mode: str, codec: str, change: Callable[[int, int], float], steps: int, **settings: object
+) -> tuple[list[Tensor], str]:
+    """Where a rank is after every step of constant gradients, when what it has gone to is changed in some of them."""
+    model = Line()
+    optimizer = SGD(model.parameters(), lr=RATE)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode, codec=codec, **settings)
+    path = []
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        model(SLOPES[fabric.rank]).backward()
+        with torch.no_grad():
+            model.first += change(fabric.rank, step)
+        try:
+            optimizer.step()
+        except NonFiniteGradient as error:
+            return path, str(error)
+        path.append(place_of(model))
+    sync.close()
+    return path, ""
+
+
+@pytest.mark.parametrize("value", [torch.nan, -LARGE])
+@pytest.mark.parametrize("codec", ["none", "topk:1", "int8", "onebit"])
+@pytest.mark.parametrize("mode", ["local:every=2", "diloco:every=2,lr=0.5,momentum=0.5", "slowmo:every=2,momentum=0"])
+def test_a_rank_that_went_astray_is_left_out_of_the_mean_and_takes_it(mode: str, codec: str, value: float) -> None:
+    """In the first meeting; in the second all ranks count again, and nothing is left of the first."""
+
+    def change(rank: int, step: int) -> float:
+        return value if (rank, step) == (1, 1) else 0.0
+
+    ranks = on_ranks(lambda fabric: descend(fabric, mode, codec, change, steps=4), world=3)
+    first, second = 2 * RATE * (SLOPES[0] + SLOPES[2]) / 2, 2 * RATE * sum(SLOPES) / 3
+    moved = [first, first + second]
+    if mode.startswith("diloco"):  # x - lr * (d + momentum * m), with m = momentum * m + d
+        moved = [0.75 * first, 0.75 * first + 0.5 * (second + 0.5 * (second + 0.5 * first))]
+    for path, error in ranks:
+        assert not error
+        assert_close(path[1], torch.full((9,), START - moved[0], dtype=torch.float64), 1e-6)
+        assert_close(path[3], torch.full((9,), START - moved[1], dtype=torch.float64), 1e-6)
+    assert alike([path[1] for path, _ in ranks])
+    assert alike([path[3] for path, _ in ranks])
+
+
+@pytest.mark.parametrize("mode", ["local:every=1", "diloco:every=1"])
+def test_a_meeting_is_skipped_by_all_when_a_codec_cannot_go_on_from_what_it_has_kept(mode: str) -> None:
+    """Rank 1 goes so far twice that what is kept of the first way has no room beside the second."""
+    far = 0.6 * torch.finfo(torch.float32).max / (9 * 3 * 16)
+
+    def change(rank: int, step: int) -> float:
+        return far if rank == 1 and step < 3 else 0.0
+
+    work = partial(descend, mode=mode, codec="topk:0.1", change=change, steps=5, most_skips=2)
+    ranks = on_ranks(work, world=3)
+    assert alike([path[0] for path, _ in ranks])
+    for rank, (path, error) in enumerate(ranks):
+        assert len(path) == 3
+        for step in (1, 2):
+            assert_close(path[step][3:], path[0][3:] - step * RATE * SLOPES[rank], 1e-6)
+        assert "one of first, second is too large on some rank" in error
+        assert "3 meetings in a row" in error
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("most_skips", [0, 2])
+def test_too_many_meetings_in_a_row_of_which_nothing_comes_are_an_error_on_all_ranks(
+    most_skips: int, codec: str
+) -> None:
+    def change(rank: int, step: int) -> float:
+        return torch.nan if step == 2 else 0.0
+
+    work = partial(descend, mode="local:every=1", codec=codec, change=change, steps=9, most_skips=most_skips)
+    for path, error in on_ranks(work, world=3):
+        assert len(path) == 1 + most_skips
+        assert "no rank has parameters that are finite" in error
+        assert f"{most_skips + 1} meetings in a row" in error
 
 
 # Different amounts of data

@@ -15,7 +15,7 @@ from support.loops import hooks_of, train_steps
 from support.models import Boom, MoreAndMore, Trapped
 from support.runs import Result, Run, SyncRun
 from support.scenarios import ADAM, PLAIN, Optimizers, Scenario, train
-from syncline.errors import LateGradient
+from syncline.errors import LateGradient, PeerError
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,17 @@ def be_surprised(fabric: syncline.Fabric) -> tuple[list[str], Result, Result, Re
         run.backward(3)
     run.step()
     return errors, before, after, run.result()
+
+
+def be_surprised_and_leave(fabric: syncline.Fabric, mode: str) -> str:
+    """The same with a bucket for every parameter, and nobody catches the error of rank 1: what the others are told."""
+    settings = {"first_bucket_bytes": 1, "bucket_bytes": 1, "mode": mode}
+    run = SyncRun(replace(PLAIN, model=MoreAndMore, loss=of_more_and_more, settings=settings), fabric)
+    try:
+        train_steps(run, range(5))
+    except PeerError as error:
+        return str(error)
+    return ""
 
 
 def of_more_and_more(model: nn.Module, batch: Batch) -> Tensor:

@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import syncline
 from support import guarded
@@ -165,6 +165,55 @@ def test_every_optimizer_skips_a_bad_step_and_it_counts_once() -> None:
         assert rank.error == "", rank.message
         assert same(rank.parameters[1], rank.parameters[2])
         assert not any(map(same_bits, rank.parameters[2], rank.parameters[3]))
+
+
+def train_halves(fabric: syncline.Fabric, codec: str, largest: float) -> tuple[list[list[Tensor]], Tensor]:
+    """Gradients of 16 bits, the same direction in every step, so that what is kept grows: of every step that was made,
+    the gradient of this rank and the one that was used; and what is kept at the end. A skipped step keeps nothing."""
+    model = nn.Linear(50, 1, bias=False).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-20)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, most_skips=1000)
+    draws = torch.Generator().manual_seed(fabric.rank)
+    gradient = (largest * torch.rand(50, generator=draws)).half()
+    used = []
+    for _ in range(40):
+        before = sync.state_dict()["codec_state"]
+        optimizer.zero_grad()
+        (model.weight * gradient).sum().backward()
+        optimizer.step()
+        after = sync.state_dict()["codec_state"]
+        if sync.skips:
+            assert all(
+                same_bits(before[kind][key], after[kind][key]) for kind in ("kept", "state") for key in after[kind]
+            )
+        else:
+            used.append([gradient.float(), model.weight.grad.float().flatten().clone()])
+    assert bool(model.weight.isfinite().all())
+    return used, after.get("kept", {}).get("weight", torch.zeros(50))
+
+
+@pytest.mark.parametrize("codec", ["topk:0.1", "topk:0.1,values=int8", "randomk:0.1", "dgc:0.1,warmup=0"])
+def test_a_mean_that_16_bits_cannot_hold_is_skipped_before_anything_is_kept(codec: str) -> None:
+    """What was sent plus what was kept is the gradient, to the rounding of 16 bits."""
+    work = partial(train_halves, codec=codec, largest=20000.0)
+    ranks = syncline.run(work, WORLD, "threads", Deadlines(20.0))
+    made = [len(used) for used, _ in ranks]
+    assert 0 < made[0] < 40
+    assert made == [made[0]] * WORLD
+    if not codec.startswith("dgc"):  # which has momentum
+        gradients = sum(gradient for used, _ in ranks for gradient, _ in used) / WORLD
+        sent = sum(mean for _, mean in ranks[0][0])
+        kept = sum(kept for _, kept in ranks) / WORLD
+        torch.testing.assert_close(sent + kept, gradients, rtol=2**-10, atol=1.0)
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "topk:1"])
+def test_sums_over_ranks_may_be_larger_than_16_bits_can_hold(codec: str) -> None:
+    ranks = syncline.run(partial(train_halves, codec=codec, largest=20000.0), 8, "threads", Deadlines(20.0))
+    expected = sum(used[0][0] for used, _ in ranks) / 8
+    for used, _ in ranks:
+        assert len(used) == 40
+        assert all(same_bits(mean, expected.half().float()) for _, mean in used)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,11 +11,12 @@ import pytest
 import syncline
 from support import faulty, guarded
 from support.catalogue import PROCESS_FABRICS, one_now_others_slow
+from support.failing import be_surprised_and_leave
 from support.faulty import Strikes
 from support.guarded import ONE_EACH, Net, Trained, filled, snapshot, train
 from support.replicas import SOON_S, VICTIM, WORLD, same
 from syncline import Deadlines
-from syncline.errors import PeerLost, RankFailed
+from syncline.errors import LateGradient, PeerLost, RankFailed
 from syncline.guards.hangs import explain
 
 # Ranks that hang
@@ -100,6 +101,21 @@ def test_a_report_never_says_that_a_rank_produced_nothing_when_it_did(fabric: st
         assert "has produced nothing yet" not in rank.message
 
 
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
+@pytest.mark.parametrize("fabric", ["threads", *one_now_others_slow(PROCESS_FABRICS)])
+def test_a_rank_that_left_after_a_late_gradient_is_reported(fabric: str, mode: str) -> None:
+    """What it sent for the others, with zeros, it did not produce."""
+    with pytest.raises(RankFailed) as caught:
+        syncline.run(partial(be_surprised_and_leave, mode=mode), WORLD, fabric, Deadlines(20.0))
+    assert isinstance(caught.value.failures[VICTIM], LateGradient)
+    assert set(caught.value.results) == {0, 2}
+    for report in caught.value.results.values():
+        # If all that it sent has arrived everywhere before it is gone, it is missed in the next step.
+        missed = ("bucket 5 of step 3 (middle.weight)", "bucket 0 of step 4 (last.bias)")
+        assert report.startswith(tuple(f"rank {VICTIM} never produced {what}; the last it" for what in missed))
+        assert "the last it produced is bucket 4 of step 3 (middle.bias); likely: an exception ended its" in report
+
+
 def test_a_report_does_not_contradict_itself() -> None:
     """A rank that has sent a bucket and is gone before that has arrived did produce it."""
     buckets = [["third.weight"], ["second.weight"], ["first.weight"]]
@@ -107,7 +123,7 @@ def test_a_report_does_not_contradict_itself() -> None:
     assert report.startswith(f"rank {VICTIM} sent bucket 1 of step 2 (second.weight) off, but did not stay")
     assert "never produced" not in report
     assert "the last it produced" not in report
-    for note in ((2, 1, 3, 1), (1, 3, 3, 0)):
+    for note in ((2, 1, 1, 1), (1, 3, 3, 0), (2, 3, 1, 2)):
         report = str(explain(PeerLost(VICTIM, "it is gone"), 2, 1, buckets, note))
         assert report.startswith(f"rank {VICTIM} never produced bucket 1 of step 2 (second.weight); the last it")
 

@@ -7,12 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import syncline
 from support import faulty
 from support.catalogue import PROCESS_FABRICS, one_now_others_slow
-from support.guarded import Net
+from support.guarded import Net, filled, snapshot
+from support.replicas import same
 from syncline.errors import ConfigError, Desync, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.fabric.threads import Threads
@@ -186,27 +187,56 @@ def test_parameters_that_come_after_sync_are_refused(change: Callable, name: str
         assert "make another" in said
 
 
-def unfreeze_on_one_rank(fabric: Fabric) -> str:
-    model = Net()
+def unfreeze_apart(fabric: Fabric, wanted: list[list[str]], mode: str, codec: str) -> tuple[list[str], list[Tensor]]:
+    """What is said in two steps, and in one that is tried after it, when ranks unfreeze what each of them wants."""
+    model = filled(Net())
     model.first.requires_grad_(False)
+    model.second.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    syncline.Sync(model, optimizer, fabric=fabric)
+    syncline.Sync(model, optimizer, fabric=fabric, mode=mode, codec=codec)
     step_once(model, optimizer, fabric.rank)
-    model.first.requires_grad_(fabric.rank == 1)
-    try:
-        for _ in range(2):
-            step_once(model, optimizer, fabric.rank)
-    except Desync as error:
-        return str(error)
-    return ""
+    for name in wanted[fabric.rank]:
+        model.get_parameter(name).requires_grad_(True)
+    said = []
+    for attempt in (step_once, step_once, lambda *_: optimizer.step()):
+        try:
+            attempt(model, optimizer, fabric.rank)
+        except Desync as error:
+            said.append(str(error))
+    return said, snapshot(model)
 
 
+def assert_refused_apart(fabric: str, wanted: list[list[str]], text: str, mode: str, codec: str) -> None:
+    """All ranks say the same, from the pass in which ranks came apart on, and keep the same parameters."""
+    ranks = syncline.run(partial(unfreeze_apart, wanted=wanted, mode=mode, codec=codec), len(wanted), fabric)
+    attempts = 2 if mode == "delayed" else 3  # a pass that is delayed is judged in the next one
+    for said, parameters in ranks:
+        assert len(said) == attempts
+        assert len(set(said)) == 1
+        assert f"in step 2: {text}" in said[0]
+        assert "requires_grad_(True) before the same step on all ranks" in said[0]
+        assert same(parameters, ranks[0][1])
+
+
+@pytest.mark.parametrize(("mode", "codec"), [("sync", "none"), ("sync", "topk:0.5"), ("delayed", "none")])
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ([["first.weight"], ["second.bias"]], "first.weight by rank 0 and not by rank 1; second.bias by rank 1 and"),
+        ([["first.bias", "second.bias"], [], ["second.bias"]], "first.bias by rank 0 and not by ranks 1, 2; second"),
+    ],
+)
+def test_ranks_that_unfreeze_different_parameters_are_refused(
+    wanted: list[list[str]], text: str, mode: str, codec: str
+) -> None:
+    assert_refused_apart("threads", wanted, text, mode, codec)
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
 @pytest.mark.parametrize("fabric", ["threads", *one_now_others_slow(PROCESS_FABRICS)])
-def test_unfreezing_on_one_rank_is_an_error_that_names_the_parameter(fabric: str) -> None:
-    others, own = syncline.run(unfreeze_on_one_rank, 2, fabric)
-    assert "On this rank it is bucket 0 of step 3" in others
-    assert "On this rank it is bucket 1 of step 2 (first.bias, first.weight)" in own
-    assert "if parameters were unfrozen, that has to be before the same step on all ranks" in own
+def test_unfreezing_on_one_rank_is_an_error_that_names_the_parameter_and_the_rank(fabric: str, mode: str) -> None:
+    wanted = [[], ["first.weight", "first.bias"]]
+    assert_refused_apart(fabric, wanted, "first.weight, first.bias by rank 1 and not by rank 0", mode, "none")
 
 
 def step_with_outsiders(fabric: Fabric) -> None:

@@ -58,11 +58,82 @@ def step_two_optimizers(fabric: syncline.Fabric) -> tuple[list[bool], float]:
     return changed, scaler.get_scale()
 
 
-def test_all_optimizers_of_a_sync_skip_a_step_together() -> None:
+def test_all_optimizers_of_a_sync_that_knows_no_scaler_skip_a_step_together() -> None:
     """One process would make the step of the other: what is clipped together would not be finite in it."""
     for changed, scale in syncline.run(step_two_optimizers, ranks=2, fabric="threads"):
         assert changed == [False, False]
         assert scale == 512.0
+
+
+def two_models() -> nn.ModuleList:
+    models = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]).double()
+    for number, parameter in enumerate(models.parameters()):
+        nn.init.constant_(parameter, 0.1 * (number + 1))
+    return models
+
+
+def scaled_steps(
+    models: nn.ModuleList, ranks: list[int], fabric: syncline.Fabric | None, codec: str, clips: bool
+) -> tuple[list[list[Tensor]], float]:
+    """Parameters after each of four steps, of which the third has an overflow in the first model on rank 1."""
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    if fabric is not None:
+        syncline.Sync(models, optimizers, fabric=fabric, scaler=scaler, codec=codec, check_every=1)
+    path = []
+    for step in range(4):
+        models.zero_grad()
+        loss = torch.zeros(())
+        for rank in ranks:
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+            first, second = (model(x).square().mean() for model in models)
+            loss = loss + (first * (torch.inf if (step, rank) == (2, 1) else 1.0) + second) / len(ranks)
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        if clips:
+            nn.utils.clip_grad_norm_(models.parameters(), 0.1)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        path.append([parameter.detach().clone() for parameter in models.parameters()])
+    return path, scaler.get_scale()
+
+
+def run_scaled_steps(fabric: syncline.Fabric, codec: str, clips: bool) -> tuple[list[list[Tensor]], float]:
+    return scaled_steps(two_models(), [fabric.rank], fabric, codec, clips)
+
+
+def test_an_overflow_in_the_gradients_of_one_optimizer_lets_the_other_step_as_in_one_process() -> None:
+    expected, scale = scaled_steps(two_models(), [0, 1], None, "none", clips=False)
+    for path, own_scale in syncline.run(partial(run_scaled_steps, codec="none", clips=False), 2, "threads"):
+        assert own_scale == scale == 512.0
+        for parameters, theirs in zip(path, expected, strict=True):
+            for one, other in zip(parameters, theirs, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        assert [torch.equal(now, then) for now, then in zip(path[2], path[1], strict=True)] == [
+            True,
+            True,
+            False,
+            False,
+        ]
+
+
+def test_what_was_clipped_together_with_an_overflow_is_not_used() -> None:
+    """In one process it would be: the scaler has looked at gradients before they were clipped."""
+    for path, _ in syncline.run(partial(run_scaled_steps, codec="none", clips=True), 2, "threads"):
+        assert all(map(torch.equal, path[2], path[1]))
+        assert not any(map(torch.equal, path[3], path[2]))
+        assert all(bool(parameter.isfinite().all()) for parameter in path[3])
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:0.5"])
+def test_with_a_codec_an_overflow_in_the_gradients_of_one_optimizer_is_skipped_by_all(codec: str) -> None:
+    (one, scale), (other, _) = syncline.run(partial(run_scaled_steps, codec=codec, clips=False), 2, "threads")
+    assert scale == 512.0
+    assert all(map(torch.equal, one[2], one[1]))
+    assert not any(map(torch.equal, one[3], one[2]))
+    assert all(map(torch.equal, one[3], other[3]))
 
 
 def through_dgc(fabric: syncline.Fabric, mode: str, scaled: bool) -> Tensor:

@@ -2,12 +2,13 @@
 
     values                                        tail
     gradient 0 | gradient 1 | ... | gradient k    flags, one for each gradient | bad | verdict, in one bucket
-                                                                                     failed | late | rank 0 | ...
+                                                                             failed | late | thawed | rank 0 | ...
 
 The flags are 1 where this rank has that gradient and 0 where it has none; they are averaged along with the values, so a
 mean of 0 says that no rank had it, which costs no message. Bad is set by a rank whose gradients a codec cannot encode.
 The verdict is what all ranks must know at the end of a pass: whether one of them failed, whether one came to it only in
-its step, which took part with data, and how many passes each has made since its last step.
+its step, whether one has unfrozen parameters, which took part with data, and how many passes each has made since its
+last step.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from syncline.buckets.placing import SMALL_BYTES, put
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, name_of
+
+COMMON_WORDS = 3  # of a verdict: those that are not of one rank
 
 
 class Slot:
@@ -57,7 +60,7 @@ class Side:
 
     def __init__(self, fabric: Fabric, slots: Sequence[Slot], dtype: torch.dtype, has_verdict: bool) -> None:
         numel = sum(slot.parameter.numel() for slot in slots)
-        self.flat = fabric.buffer(numel + len(slots) + 1 + (2 + fabric.world) * has_verdict, dtype)
+        self.flat = fabric.buffer(numel + len(slots) + 1 + (COMMON_WORDS + fabric.world) * has_verdict, dtype)
         self.values = self.flat[:numel]
         self.tail = self.flat[numel:]
         self.flags = self.tail[: len(slots)]

@@ -47,27 +47,32 @@ class Layout:
         self.came = came  # told whenever a gradient has been accumulated
         self.thawed = thawed  # told of the first gradients of parameters that needed none before
         self.divisor_of = divisor_of  # of gradients on their way into a bucket
-        self.frozen: Named = []
+        self.frozen: dict[str, nn.Parameter] = {}
         self.slots: list[Slot] = []
         self.sparse: list[Slot] = []
         self.buckets: list[Bucket] = []
         self.judged: Bucket | None = None  # the bucket that carries the verdict
         self.hooks: list[RemovableHandle] = []
-        self.frozen_hooks: list[RemovableHandle] = []
+        self.frozen_hooks: dict[str, RemovableHandle] = {}
 
-    def adopt(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[Slot]:
+    def adopt(self, named: Named) -> None:
         """Watch parameters; those that need no gradient are looked at again at the end of each pass."""
-        adopted: list[Slot] = []
         for name, parameter in named:
             if not parameter.requires_grad:
-                self.frozen.append((name, parameter))
-                self.frozen_hooks += watch_frozen(parameter, self.thawed)
-                continue
+                self.frozen[name] = parameter
+                if parameter.is_floating_point() or parameter.is_complex():
+                    self.frozen_hooks[name] = hook_on(parameter, lambda _: self.thawed())
+        self.watch((name, parameter) for name, parameter in named if name not in self.frozen)
+
+    def watch(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[Slot]:
+        """Be told of all gradients of parameters; those that will be in buckets."""
+        watched: list[Slot] = []
+        for name, parameter in named:
             slot = Slot(name, parameter, name in self.sparse_names)
-            (self.sparse if slot.is_sparse else adopted).append(slot)
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(self.hook_of(slot)))  # type: ignore[no-untyped-call]
-        self.slots += adopted
-        return adopted
+            (self.sparse if slot.is_sparse else watched).append(slot)
+            self.hooks.append(hook_on(parameter, self.hook_of(slot)))
+        self.slots += watched
+        return watched
 
     def hook_of(self, slot: Slot) -> Callable[[nn.Parameter], None]:
         """What autograd calls when the gradient of a parameter has been accumulated."""
@@ -111,15 +116,16 @@ class Layout:
         if self.fabric.device.type == "cpu":
             keep_freed_memory(max((slot.parameter.nbytes for group in groups for slot in group), default=0))
 
-    def adopt_unfrozen(self) -> bool:
-        """Parameters that need a gradient by now get buckets of their own; whether there were any."""
-        if not any(parameter.requires_grad for _, parameter in self.frozen):
-            return False
-        frozen, self.frozen = self.frozen, []
-        remove_all(self.frozen_hooks)
-        if slots := self.adopt(frozen):
+    def unfrozen(self) -> list[str]:
+        """Parameters that need a gradient by now and are not watched yet."""
+        return [name for name, parameter in self.frozen.items() if parameter.requires_grad]
+
+    def adopt_unfrozen(self, names: Sequence[str]) -> None:
+        """Watch these as well; they get buckets of their own."""
+        for name in names:
+            self.frozen_hooks.pop(name).remove()
+        if slots := self.watch([(name, self.frozen.pop(name)) for name in names]):
             self.add_buckets(self.grouped(slots[::-1]), has_verdict=False)
-        return True
 
     def turn_for(self, number: int) -> None:
         """Let gradients go to the memory of this pass."""
@@ -164,25 +170,19 @@ class Layout:
 
     def close(self) -> None:
         """Stop watching."""
-        remove_all(self.hooks)
-        remove_all(self.frozen_hooks)
+        for hook in [*self.hooks, *self.frozen_hooks.values()]:
+            hook.remove()
+        self.hooks.clear()
+        self.frozen_hooks.clear()
 
 
-def watch_frozen(parameter: nn.Parameter, thawed: Callable[[], None]) -> list[RemovableHandle]:
-    """Be told when it gets a gradient after all; torch takes such a hook only while one is needed."""
-    if not parameter.is_floating_point() and not parameter.is_complex():
-        return []
+def hook_on(parameter: nn.Parameter, call: Callable[[nn.Parameter], None]) -> RemovableHandle:
+    """Have something called with every gradient of a parameter; torch takes such a hook only while one is needed."""
+    is_needed = parameter.requires_grad
     parameter.requires_grad_(True)
-    hook = parameter.register_post_accumulate_grad_hook(lambda _: thawed())  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(False)
-    return [hook]
-
-
-def remove_all(hooks: list[RemovableHandle]) -> None:
-    """Let nobody be told any more."""
-    for hook in hooks:
-        hook.remove()
-    hooks.clear()
+    hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(is_needed)
+    return hook
 
 
 def group_slots(slots: Sequence[Slot], first_bucket_bytes: int, bucket_bytes: int) -> list[list[Slot]]:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from syncline.buckets.bucket import Bucket, Slot
+from syncline.buckets.bucket import COMMON_WORDS, Bucket, Slot
 from syncline.buckets.turns import NO_DATA, ranks_by_turn
 from syncline.fabric.base import Handle
 from syncline.pipeline import Flight
@@ -23,6 +23,7 @@ class Verdict:
     active: tuple[int, ...]  # ranks that took part with data
     turns: tuple[int, ...] = ()  # of each rank: how many passes it has made since its last step, with this one
     late: bool = False  # a rank came to it only in its step, when others may have changed their gradients already
+    thawed: bool = False  # a rank has unfrozen parameters
 
     @property
     def is_good(self) -> bool:
@@ -40,8 +41,11 @@ class Pass:
     late: bool = False  # made by the optimizer's step, because there was no backward pass, or none that synchronizes
     is_tainted: bool = False  # by a backward pass before it that failed and is part of the same step
     failed: bool = False  # an exception ended it, so nobody may use it
+    unfrozen: list[str] = field(default_factory=list)  # parameters that have no bucket yet, when the verdict left
+    has_agreed: bool = False  # with the others, on what is unfrozen
     autograd_pass: int = -1  # the engine's number, which changes in nested ones
     next_bucket: int = 0
+    produced: int = 0  # buckets that left with what they are for, and not only with zeros because it failed
     flights: list[Flight] = field(default_factory=list)
     order: list[Slot] = field(default_factory=list)  # in which gradients came; only of the first pass
     ending: Handle | None = None  # what a codec still has to do when all flights have arrived
@@ -83,19 +87,20 @@ class KeptPass:
         return cls(saved["number"], verdict, gradients)
 
 
-def write_verdict(bucket: Bucket, rank: int, failed: bool, turn: int, late: bool = False) -> None:
+def write_verdict(bucket: Bucket, rank: int, failed: bool, turn: int, late: bool = False, thawed: bool = False) -> None:
     """What this rank has to say, to be averaged."""
     bucket.side.verdict.zero_()
     bucket.side.verdict[0] = float(failed)
     bucket.side.verdict[1] = float(late)
-    bucket.side.verdict[2 + rank] = turn / bucket.divisor
+    bucket.side.verdict[2] = float(thawed)
+    bucket.side.verdict[COMMON_WORDS + rank] = turn / bucket.divisor
 
 
 def read_verdict(flights: Sequence[Flight]) -> Verdict:
     """The same on every rank, when all these have arrived."""
     (words,) = [flight.side.verdict.tolist() for flight in flights if len(flight.side.verdict)]
     bad = tuple(flight.number for flight in flights if flight.side.bad.item() > 0)
-    failed, late, *of_ranks = words
+    failed, late, thawed, *of_ranks = words
     turns = tuple(round(word * len(of_ranks)) for word in of_ranks)
     active = tuple(rank for rank, turn in enumerate(turns) if turn != NO_DATA)
-    return Verdict(failed > 0, bad, active, turns, late > 0)
+    return Verdict(failed > 0, bad, active, turns, late > 0, thawed > 0)

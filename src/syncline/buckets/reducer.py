@@ -30,7 +30,7 @@ from syncline.buckets.sparse import average_sparse
 from syncline.buckets.turns import UNSURE, Turns
 from syncline.errors import ConfigError, Desync, PeerError, SynclineError
 from syncline.fabric.base import Fabric
-from syncline.guards.hangs import explain, explain_desync
+from syncline.guards.hangs import Doing, explain, explain_desync
 from syncline.pipeline import Flight, Pipeline
 
 
@@ -57,12 +57,14 @@ class Reducer:
         shape: Shape,
         arrived: Callable[[Verdict], None],
         together: Callable[[], None],
+        agree: Callable[[list[str], int], None],
     ) -> None:
         self.fabric = fabric
         self.pipeline = pipeline
         self.shape = shape
         self.arrived = arrived  # told of the verdict when gradients have been handed out
         self.together = together  # what else ranks say to each other in a pass
+        self.agree = agree  # on what was unfrozen in a pass, with the others; all ranks come to it in the same place
         sides = 1 if shape.lags_after is None else 2
         self.layout = Layout(
             fabric,
@@ -83,6 +85,7 @@ class Reducer:
         self.passes = 0
         self.passes_before_step = 0
         self.turns = Turns()
+        self.broken: Desync | None = None  # ranks did different things, and stay apart
         self.backwards = 0  # since the last optimizer step
         self.is_paused = False  # by no_sync
         self.has_unsent = False  # gradients that only this rank has
@@ -133,7 +136,7 @@ class Reducer:
 
     def begin(self, synchronizes: bool, has_data: bool = True, late: bool = False) -> Pass:
         """Get ready for the gradients of a pass."""
-        self.turns.refuse_broken()
+        self.refuse_broken()
         self.refuse_what_lags_badly()
         self.complete_abandoned()
         if not synchronizes:
@@ -146,7 +149,7 @@ class Reducer:
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.fired = 0
         begun = Pass(self.passes, synchronizes, self.turns.next(has_data), late, self.is_tainted)
-        self.sender.tell(begun, computing=True)
+        self.sender.tell(begun, Doing.BACKWARD)
         return begun
 
     def refuse_what_lags_badly(self) -> None:
@@ -207,6 +210,7 @@ class Reducer:
             current.failed = True
             self.abandoned = current
             with suppress(SynclineError):
+                self.sender.tell(current, Doing.FAILED)
                 if self.layout.judged:
                     self.sender.send_from(current.next_bucket, current)
 
@@ -245,7 +249,7 @@ class Reducer:
         if current.has_data:
             self.has_unsent = False
         self.together()
-        self.sender.tell(current, computing=False)
+        self.sender.tell(current, Doing.ELSEWHERE)
         return verdict
 
     def lags(self, current: Pass) -> bool:
@@ -256,11 +260,30 @@ class Reducer:
         """See that everything has left."""
         if not self.layout.judged:
             self.make_buckets_together(current)
-        before = len(self.layout.buckets)
-        if self.layout.adopt_unfrozen():
+        if self.layout.frozen and not self.lags(current):
+            self.agree_on_unfrozen(current)
+        if current.unfrozen:
+            before = len(self.layout.buckets)
+            self.layout.adopt_unfrozen(current.unfrozen)
             self.sender.send_from(before, current)
         is_good = partial(lambda flights: read_verdict(flights).is_good, current.flights)
         current.ending = self.pipeline.finish(current.flights, is_good)
+
+    def agree_on_unfrozen(self, current: Pass) -> None:
+        """If a rank has unfrozen something, see that all have unfrozen the same; known when the verdict has come.
+
+        Before buckets are made for it, or with a lag, where nobody waits for a verdict, before their means are used.
+        """
+        if current.has_agreed:
+            return
+        current.has_agreed = True
+        assert self.layout.judged is not None
+        judged = current.flights[: self.layout.judged.number + 1]
+        for flight in judged:
+            self.wait(flight, current)
+        if read_verdict(judged).thawed:
+            with self.staying_broken():
+                self.agree(current.unfrozen, current.number)
 
     def arrive(self, current: Pass) -> Verdict:
         """Wait for a pass, in which the gradients that parameters have are where the means come to be."""
@@ -299,41 +322,57 @@ class Reducer:
 
     def verdict_of(self, current: Pass) -> Verdict:
         """Known when all of it has arrived."""
+        self.agree_on_unfrozen(current)
         for flight in current.flights:
-            self.wait(flight)
+            self.wait(flight, current)
         if current.ending is not None:
             current.ending.wait()
         verdict = read_verdict(current.flights)
         asks = current.turn == UNSURE and current.number == self.passes
-        self.turns.compare(verdict.turns, verdict.is_good, asks)
+        with self.staying_broken():
+            self.turns.compare(verdict.turns, verdict.is_good, asks)
         return verdict
+
+    @contextmanager
+    def staying_broken(self) -> Iterator[None]:
+        """What ranks find out about each other here is said again whenever one wants to go on."""
+        try:
+            yield
+        except Desync as error:
+            self.broken = error
+            raise
+
+    def refuse_broken(self) -> None:
+        """Ranks that have come apart stay so."""
+        if self.broken is not None:
+            raise self.broken
 
     def make_buckets_together(self, current: Pass) -> None:
         """At the end of the first pass; ranks wait for each other here, and not in the first bucket."""
         waited_from_ns = monotonic_ns()
-        with self.explaining(0):
+        with self.explaining(0, current):
             self.layout.make_buckets(current.order)
         self.layout.turn_for(current.number)
         self.pipeline.recorder.waited(waited_from_ns, monotonic_ns())
         self.sender.send_from(0, current)
 
-    def wait(self, flight: Flight) -> None:
-        """Wait for a bucket; if it never comes, say why."""
-        with self.explaining(flight.number):
+    def wait(self, flight: Flight, current: Pass) -> None:
+        """Wait for a bucket of a pass; if it never comes, say why."""
+        with self.explaining(flight.number, current):
             self.pipeline.wait(flight)
 
     @contextmanager
-    def explaining(self, bucket: int) -> Iterator[None]:
-        """Add to the error about a peer what is known of it and of the bucket."""
+    def explaining(self, bucket: int, current: Pass) -> Iterator[None]:
+        """Add to the error about a peer what is known of it and of the bucket of a pass."""
         try:
             yield
         except Desync as error:
-            raise explain_desync(error, self.passes, bucket, self.planned_names()) from None
+            raise explain_desync(error, current.number, bucket, self.planned_names()) from None
         except PeerError as error:
             if not self.pipeline.waits_for_ranks:
                 raise
             note = self.fabric.note_of(error.rank)
-            raise explain(error, self.passes, bucket, self.planned_names(), note) from None
+            raise explain(error, current.number, bucket, self.planned_names(), note) from None
 
     def planned_names(self) -> list[list[str]]:
         """Of the parameters in each bucket."""
@@ -366,7 +405,7 @@ class Reducer:
 
         It is `late` for that in the step itself, because others may have clipped what this rank is yet to get.
         """
-        self.turns.refuse_broken()
+        self.refuse_broken()
         self.complete_abandoned()
         if self.has_unsent or self.passes == self.passes_before_step:
             self.synchronize(late=late)

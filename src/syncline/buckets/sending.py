@@ -7,6 +7,7 @@ from syncline.buckets.layout import Layout
 from syncline.buckets.passes import Pass, write_verdict
 from syncline.errors import LateGradient
 from syncline.fabric.base import Fabric
+from syncline.guards.hangs import Doing
 from syncline.pipeline import Pipeline
 
 
@@ -65,11 +66,14 @@ class Sender:
         bucket.side.bad.fill_(not bucket.finite)
         bucket.side.finite = None
         if bucket is self.layout.judged:
-            write_verdict(bucket, self.fabric.rank, current.failed or current.is_tainted, current.turn, current.late)
+            current.unfrozen = self.layout.unfrozen()
+            failed = current.failed or current.is_tainted
+            write_verdict(bucket, self.fabric.rank, failed, current.turn, current.late, bool(current.unfrozen))
         current.flights.append(self.pipeline.start(current.number, bucket))
         current.next_bucket += 1
-        self.tell(current, computing=True)
+        current.produced += not current.failed
+        self.tell(current, Doing.FAILED if current.failed else Doing.BACKWARD)
 
-    def tell(self, current: Pass, computing: bool) -> None:
+    def tell(self, current: Pass, doing: Doing) -> None:
         """How far this rank is, for those who may have to explain why they wait."""
-        self.fabric.write_note((current.number, current.next_bucket, len(self.layout.buckets), int(computing)))
+        self.fabric.write_note((current.number, current.next_bucket, current.produced, doing))

@@ -31,7 +31,6 @@ class Turns:
     def __init__(self) -> None:
         self.turn = 0  # passes with data since the last optimizer step
         self.is_sure = True  # that the others have stepped as often, which is not known after a pass that was no good
-        self.broken: Desync | None = None  # some ranks have stepped without the others
 
     def begin(self) -> None:
         """From here on all ranks count anew."""
@@ -45,11 +44,6 @@ class Turns:
             return NO_DATA
         return min(self.turn, MOST_TURNS) if self.is_sure else UNSURE
 
-    def refuse_broken(self) -> None:
-        """Replicas that are not equal stay so."""
-        if self.broken is not None:
-            raise self.broken
-
     def compare(self, turns: Sequence[int], is_good: bool, asks: bool) -> None:
         """Raise `Desync` on every rank if one has stepped since the pass before and another has not.
 
@@ -57,8 +51,7 @@ class Turns:
         """
         ranks = ranks_by_turn(turns)
         if len(ranks) > 1:
-            self.broken = Desync(told_apart(ranks))
-            self.refuse_broken()
+            raise Desync(told_apart(ranks))
         if ranks and asks:
             (self.turn,) = ranks
         self.is_sure = is_good

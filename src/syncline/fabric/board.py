@@ -47,7 +47,7 @@ class Board:
         return found[0] if found else NO_NOTE
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Let the thread write the last note, and end."""
         self.closing.set()
         if self.thread is not None:
             self.thread.join(READING_S)
@@ -60,8 +60,10 @@ class Board:
 
     def _publish(self) -> None:
         written = NO_NOTE
+        is_last = False
         with suppress(RuntimeError):  # the store is gone: there is nobody to tell
-            while not self.closing.is_set():
+            while not is_last:
+                is_last = self.closing.is_set()
                 if (note := self.note) != written:
                     self.store.set(str(self.rank), json.dumps(note))
                     written = note

@@ -194,6 +194,9 @@ class TorchFabric(MessageFabric):
             time.sleep(0.005)
 
     def _close(self, drain: bool) -> None:
+        board: Board | None = vars(self).get("board")
+        if board is not None:
+            board.close()  # before others notice, who will want to know how far this rank came
         if not drain and self.worker.busy():
             with self.starting:  # and nobody else is to blame
                 self.broken = FabricClosed("the fabric was closed while a call was under way")
@@ -203,8 +206,7 @@ class TorchFabric(MessageFabric):
         # Torch ends the group's threads when the last reference goes, and must not find that one at exit.
         group = vars(self).pop("group", None)
         vars(self).pop("inquest", None)
-        if board := vars(self).pop("board", None):
-            board.close()
+        vars(self).pop("board", None)
         if group is not None and self.owns_group and dist.is_initialized():  # whichever thread closes it first
             dist.destroy_process_group(None if group is dist.group.WORLD else group)
         self.owns_group = False

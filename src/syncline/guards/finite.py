@@ -48,25 +48,26 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str:
 
 
 class Skipping:
-    """Counts the steps that are skipped in a row."""
+    """Counts the steps, or what else there is, that are skipped in a row."""
 
-    def __init__(self, policy: Policy, most_in_a_row: int) -> None:
+    def __init__(self, policy: Policy, most_in_a_row: int, what: str = "step") -> None:
         self.policy = policy
         self.most_in_a_row = most_in_a_row
+        self.what = what
         self.in_a_row = 0
 
     def judge(self, reason: str) -> bool:
-        """Whether to skip the step, given what is wrong with it, or nothing."""
+        """Whether to skip it, given what is wrong with it, or nothing."""
         if not reason:
             self.in_a_row = 0
             return False
         self.in_a_row += 1
         if self.policy == "raise" or self.in_a_row > self.most_in_a_row:
             raise NonFiniteGradient(
-                f"{reason}; that makes {self.in_a_row} steps in a row. The optimizer has not used it. "
+                f"{reason}; that makes {self.in_a_row} {self.what}s in a row. Nothing of it was used. "
                 f"Lower the learning rate, scale the loss, or look at the batch"
             )
-        log.warning("%s: every rank skips this step (%d in a row)", reason, self.in_a_row)
+        log.warning("%s: every rank skips this %s (%d in a row)", reason, self.what, self.in_a_row)
         return True
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 from syncline.errors import Desync, PeerError, PeerLost
 from syncline.fabric.base import Note
@@ -10,28 +11,36 @@ from syncline.fabric.base import Note
 SHOWN = 3  # parameter names
 
 
+class Doing(IntEnum):
+    """What a rank is doing, as it says in its note."""
+
+    ELSEWHERE = 0  # the pass is over
+    BACKWARD = 1
+    FAILED = 2  # an exception ended its backward pass, which it has not completed with the others
+
+
 def explain(error: PeerError, step: int, bucket: int, buckets: Sequence[Sequence[str]], note: Note) -> PeerError:
     """The same error, with what is known of the rank that is to blame. Buckets are lists of parameter names.
 
-    A note is: the step the rank was in, how many of its buckets it had sent, the number of parameters whose gradients
-    it had by then, and 1 while it is in its backward pass.
+    A note is: the step the rank was in, how many of its buckets it had sent, how many of these it had produced, and
+    what it was doing. When a backward pass fails, the buckets that it has not produced are sent with zeros.
     """
-    their_step, sent, _, computing = note
-    names = buckets[bucket]
-    what = f"bucket {bucket} of step {step} ({some(names)})"
-    if their_step == step and sent > bucket:
+    their_step, _, produced, doing = note
+    if doing == Doing.FAILED and their_step >= step:
+        step, bucket = their_step, min(produced, len(buckets) - 1)
+    what = f"bucket {bucket} of step {step} ({some(buckets[bucket])})"
+    if their_step > step or (their_step == step and produced > bucket):
         lines = [f"rank {error.rank} sent {what} off, but did not stay until it had arrived everywhere"]
     else:
-        lines = [f"rank {error.rank} never produced {what}", last_produced(error.rank, their_step, sent, buckets)]
-    lines.append(f"likely: {cause(error, step, their_step, bool(computing), names)}")
+        lines = [f"rank {error.rank} never produced {what}", last_produced(error.rank, their_step, produced, buckets)]
+    lines.append(f"likely: {cause(error, step, their_step, doing, buckets[bucket])}")
     return type(error)(error.rank, "; ".join(lines) + f". [{error.message}]")
 
 
 def explain_desync(error: Desync, step: int, bucket: int, buckets: Sequence[Sequence[str]]) -> Desync:
-    """The same error, with the bucket that this rank was in. Ranks have other buckets if they unfreeze other things."""
+    """The same error, with the bucket that this rank was in."""
     return Desync(
-        f"{str(error).rstrip('.')}. On this rank it is bucket {bucket} of step {step} ({some(buckets[bucket])}); if "
-        f"parameters were unfrozen, that has to be before the same step on all ranks"
+        f"{str(error).rstrip('.')}. On this rank it is bucket {bucket} of step {step} ({some(buckets[bucket])})"
     )
 
 
@@ -43,27 +52,32 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + rest
 
 
-def last_produced(rank: int, their_step: int, sent: int, buckets: Sequence[Sequence[str]]) -> str:
+def last_produced(rank: int, their_step: int, produced: int, buckets: Sequence[Sequence[str]]) -> str:
     """How far it came."""
     if not their_step:
         return f"rank {rank} has produced nothing yet"
-    if not sent:
-        return f"the last that rank {rank} finished is step {their_step - 1}; of step {their_step} it sent nothing"
-    return f"the last it produced is bucket {sent - 1} of step {their_step} ({some(buckets[sent - 1])})"
+    if not produced:
+        return f"the last that rank {rank} finished is step {their_step - 1}; of step {their_step} it produced nothing"
+    return f"the last it produced is bucket {produced - 1} of step {their_step} ({some(buckets[produced - 1])})"
 
 
-def cause(error: PeerError, step: int, their_step: int, computing: bool, names: Sequence[str]) -> str:
+def cause(error: PeerError, step: int, their_step: int, doing: int, names: Sequence[str]) -> str:
     """The most likely reason."""
     earlier = (
         "it left the loop earlier (fewer batches: use sync.join()), stepped after fewer passes (wrap all but the last "
         "in sync.no_sync())"
     )
+    if doing == Doing.FAILED:
+        return (
+            f"an exception ended its backward pass of step {their_step}, and its loop did not go on; look at what it "
+            f"printed"
+        )
     if isinstance(error, PeerLost):
         died = "its process died; look at what it printed last, and at the kernel's log for a lack of memory"
         return f"{earlier}, or {died}" if their_step < step else died
     if their_step < step:
         return f"it never began this backward pass: {earlier}, took another branch, or waits for its data"
-    if computing:
+    if doing == Doing.BACKWARD:
         first = names[0] if names else "the next gradient"
         return f"it is stuck or stopped in its backward pass before {first}, or took a branch that the others did not"
     return "it is stopped, or in a computation that takes longer than the deadline"

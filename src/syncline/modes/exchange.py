@@ -1,7 +1,8 @@
 """Means of parameters, or of how far they have come, over ranks: in buckets, along the same path as gradients.
 
 A fragment is a part of the model that is exchanged as a whole. Its last bucket carries the verdict: which ranks had
-something to contribute. The others, which have no data or nothing finite, send zeros and take what comes.
+something to contribute. The others, which have no data, or nothing that is finite and can be added up, send zeros and
+take what comes. Where a codec cannot go on from what it has kept on some rank, nothing comes of it.
 """
 
 from __future__ import annotations
@@ -66,29 +67,34 @@ class Exchange:
             self.buckets += 1
         return Fragment(made)
 
-    def leave(self, fragment: Fragment, fill: Fill, contributes: bool) -> None:
+    def leave(self, fragment: Fragment, fill: Fill, has_data: bool) -> None:
         """Send a fragment off."""
         self.rounds += 1
-        fragment.flights = []
+        contributes = has_data and self.filled(fragment, fill)
         for bucket in fragment.buckets:
-            bucket.side.flat.zero_()
-            if contributes:
-                for slot in bucket.slots:
-                    fill(slot)
+            if not contributes:
+                bucket.side.values.zero_()
+            bucket.side.tail.zero_()
             if bucket is fragment.buckets[-1]:
                 write_verdict(bucket, self.fabric.rank, failed=False, turn=int(contributes))
-            fragment.flights.append(self.pipeline.start(self.rounds, bucket))
-        is_heard = partial(lambda flights: bool(read_verdict(flights).active), fragment.flights)
-        fragment.ending = self.pipeline.finish(fragment.flights, is_heard)
+        fragment.flights = [self.pipeline.start(self.rounds, bucket) for bucket in fragment.buckets]
+        is_used = partial(lambda flights: read_verdict(flights).is_good, fragment.flights)
+        fragment.ending = self.pipeline.finish(fragment.flights, is_used)
+
+    def filled(self, fragment: Fragment, fill: Fill) -> bool:
+        """Write what this rank has to say; whether that can be sent."""
+        for slot in fragment.slots:
+            fill(slot)
+        return all(self.pipeline.takes(bucket.side.values) for bucket in fragment.buckets)
 
     def arrive(self, fragment: Fragment) -> Verdict:
-        """Wait for a fragment: views of its slots then hold the means over the ranks that contributed."""
+        """Wait for a fragment: if its verdict is good, views of slots hold means over the ranks that contributed."""
         for flight in fragment.flights:
             self.pipeline.wait(flight)
         if fragment.ending is not None:
             fragment.ending.wait()
         verdict = read_verdict(fragment.flights)
-        if verdict.active and len(verdict.active) < self.fabric.world:
+        if verdict.is_good and len(verdict.active) < self.fabric.world:
             for bucket in fragment.buckets:
                 bucket.side.values.mul_(self.fabric.world / len(verdict.active))
         return verdict

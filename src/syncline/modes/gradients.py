@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ import torch
 from syncline.buckets.parameters import sparse_names
 from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
+from syncline.codecs.none import NoCodec
 from syncline.errors import Desync, FabricError, PairingError
 from syncline.guards.finite import first_not_finite, is_finite
+from syncline.guards.unfreezing import compare_unfrozen
 from syncline.modes.mode import DivideBy, Driver
 from syncline.modes.replica import Replica
 
@@ -48,6 +51,7 @@ class GradientDriver(Driver):
             shape,
             self.arrived,
             self.together,
+            partial(compare_unfrozen, replica.fabric),
         )
         self.hook = replica.model.register_forward_pre_hook(self.before_forward) if self.lags else None
 
@@ -186,7 +190,8 @@ class GradientDriver(Driver):
             self.replica.compare(when)
 
     def what_is_wrong(self, verdict: Verdict) -> str:
-        """With the gradients at hand; empty if nothing is."""
+        """With the gradients at hand; empty if nothing is. Without a codec every mean is right or not by itself."""
+        self.spoils_all = verdict.failed or not isinstance(self.replica.settings.codec, NoCodec)
         if verdict.failed:
             return "a rank failed in its backward pass"
         if verdict.bad:

@@ -42,6 +42,7 @@ class Driver(ABC):
 
     reducer: Reducer | None = None  # of modes that send gradients
     withholds = False  # the optimizer is to change nothing: somebody else does
+    spoils_all = True  # what is wrong with some gradients is so with all that came with them
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica

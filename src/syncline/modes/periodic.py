@@ -2,13 +2,15 @@
 
 Steps are counted by rounds of the optimizers, and with a GradScaler by its updates, because it may leave out a step on
 one rank only. What a rank does between meetings is its own business: a gradient that is not finite skips its step
-there, and a rank whose parameters are not finite contributes nothing and takes the mean of the others.
+there, and a rank whose parameters are not finite, or too large to be added up, contributes nothing and takes the mean
+of the others. A meeting of which nothing comes, because no rank has anything to contribute or because a codec cannot go
+on from what it has kept, is skipped by all ranks: each keeps what it has, and too many in a row are an error.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from syncline.buckets.bucket import Slot
 from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
-from syncline.guards.finite import first_not_finite, is_finite
+from syncline.guards.finite import Skipping, first_not_finite, is_finite
+from syncline.guards.hangs import some
 from syncline.modes.exchange import Exchange, Fragment
 from syncline.modes.fragments import split
 from syncline.modes.gradients import GradientDriver
@@ -28,6 +31,20 @@ from syncline.modes.period import OptimizerPolicy, Period
 from syncline.modes.replica import Replica
 from syncline.pipeline import Pipeline
 from syncline.replicas import average_optimizers, broadcast_optimizers
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What ranks have said about a fragment."""
+
+    active: tuple[int, ...]  # ranks that had something to say
+    contributed: bool  # this rank had
+    bad: tuple[str, ...]  # parameters, of which one is too large on some rank
+    means: dict[str, Tensor]  # by parameter, if there is nothing bad
+
+    def copied(self) -> Heard:
+        """With means that are nobody else's memory."""
+        return replace(self, means={name: mean.clone() for name, mean in self.means.items()})
 
 
 class PeriodicDriver(Driver):
@@ -56,6 +73,8 @@ class PeriodicDriver(Driver):
         self.is_alone = False  # has no data any more
         self.last_active = 0  # the lowest rank that had something to say at the last meeting of any
         self.is_draining = False  # all meet in one place
+        self.skipping = Skipping(replica.settings.nonfinite, replica.settings.most_skips, "meeting")
+        self.skipped = False  # the last meeting
         self.host = self.own_host() if within_hosts else None
         self.gradients: GradientDriver | None = None
         self.start_gradients()
@@ -63,7 +82,7 @@ class PeriodicDriver(Driver):
         self.exchange = Exchange(replica, split(trained, period.fragments))
         self.anchors: dict[str, Tensor] = {}
         self.under_way: Fragment | None = None
-        self.kept: dict[str, Any] | None = None  # a fragment that was under way when a checkpoint was made
+        self.kept: Heard | None = None  # of a fragment that was under way when a checkpoint was made
         if not warmup:
             self.drop_anchors()
         if replica.scaler is not None:
@@ -163,7 +182,7 @@ class PeriodicDriver(Driver):
         self.met_at = self.steps
         if self.meetings % self.period.fragments == 0:
             self.length = self.period.next(self.length)
-        if self.meets_in_one_place:
+        if self.meets_in_one_place and not self.skipped:
             self.equal_at = self.steps
 
     @property
@@ -180,8 +199,7 @@ class PeriodicDriver(Driver):
         """Send off what this rank has to say about the next fragment."""
         self.refuse_others()
         fragment = self.next_fragment()
-        contributes = not self.is_alone and all(is_finite(slot.parameter) for slot in fragment.slots)
-        self.exchange.leave(fragment, self.fill, contributes)
+        self.exchange.leave(fragment, self.fill, has_data=not self.is_alone)
         self.under_way = fragment
 
     def refuse_others(self) -> None:
@@ -204,37 +222,40 @@ class PeriodicDriver(Driver):
     @torch.no_grad()
     def arrive(self) -> tuple[int, ...]:
         """Take in what all ranks have said; the ranks that had something to say."""
-        active = self.take_kept() if self.kept is not None else self.take_arrived()
+        heard, self.kept = self.kept or self.hear(), None
+        self.skipped = self.skipping.judge(self.what_is_wrong(heard))
+        if heard.active and not self.skipped:
+            self.take(heard)
         self.meetings += 1
-        if active:
-            self.last_active = active[0]
-            self.settle_optimizers()
-            self.replica.settle_buffers(active[0])
+        if heard.active and not self.skipped:
+            self.last_active = heard.active[0]
+            self.settle_optimizers(is_left_out=not heard.contributed and not self.is_alone)
+            self.replica.settle_buffers(heard.active[0])
             self.compare()
-        return active
+        return heard.active
 
-    def take_arrived(self) -> tuple[int, ...]:
-        """From the buckets of the fragment that is under way."""
+    def hear(self) -> Heard:
+        """Wait for the fragment that is under way."""
         fragment, self.under_way = self.under_way, None
         assert fragment is not None
         verdict = self.exchange.arrive(fragment)
-        contributed = self.replica.fabric.rank in verdict.active
-        if verdict.active:
-            rates = self.replica.learning_rates()
-            for slot in fragment.slots:
-                self.move(slot, slot.view, rates.get(slot.name, 0.0), contributed)
+        if verdict.is_good:
             self.exchange.pipeline.handed_out(fragment.flights)
-        return verdict.active
+        bad = [slot.name for bucket in fragment.buckets if bucket.number in verdict.bad for slot in bucket.slots]
+        contributed = self.replica.fabric.rank in verdict.active
+        return Heard(verdict.active, contributed, tuple(bad), {slot.name: slot.view for slot in fragment.slots})
 
-    def take_kept(self) -> tuple[int, ...]:
-        """From a checkpoint."""
-        kept, self.kept = self.kept, None
-        assert kept is not None
-        if kept["active"]:
-            rates = self.replica.learning_rates()
-            for slot in self.next_fragment().slots:
-                self.move(slot, kept["means"][slot.name], rates.get(slot.name, 0.0), kept["contributed"])
-        return tuple(kept["active"])
+    def what_is_wrong(self, heard: Heard) -> str:
+        """Why nothing comes of a meeting; empty if something does, or if nobody has data any more."""
+        if heard.bad:
+            return f"one of {some(heard.bad)} is too large on some rank to be added up with what its codec has kept"
+        return "" if heard.active or self.is_alone else "no rank has parameters that are finite and can be added up"
+
+    def take(self, heard: Heard) -> None:
+        """Go where the ranks have agreed."""
+        rates = self.replica.learning_rates()
+        for slot in self.next_fragment().slots:
+            self.move(slot, heard.means[slot.name], rates.get(slot.name, 0.0), heard.contributed)
 
     def move(self, slot: Slot, mean: Tensor, rate: float, contributed: bool) -> None:
         """Put a parameter where the ranks have agreed, or between that and where it has gone since."""
@@ -247,14 +268,15 @@ class PeriodicDriver(Driver):
         else:
             slot.parameter.copy_(target)
 
-    def settle_optimizers(self) -> None:
-        """Keep the states of optimizers, average them, or begin anew; of a rank that has NaN in them, the last."""
-        if self.optimizer_policy == "average":
-            average_optimizers(self.replica.fabric, self.replica.optimizers)
-        broken = not all(is_finite(state) for _, state in self.replica.optimizer_state() if state.is_floating_point())
-        if self.optimizer_policy == "reset" or broken:
+    def settle_optimizers(self, is_left_out: bool) -> None:
+        """Keep the states of optimizers, average them, or begin anew: the last on a rank that went astray."""
+        states = [state for _, state in self.replica.optimizer_state() if state.is_floating_point()]
+        is_astray = is_left_out or not all(map(is_finite, states))
+        if self.optimizer_policy == "reset" or is_astray:
             for optimizer in self.replica.optimizers:
                 optimizer.state.clear()
+        if self.optimizer_policy == "average":
+            average_optimizers(self.replica.fabric, self.replica.optimizers)
 
     def compare(self) -> None:
         """Where all meet in one place and have been there, they have the same bits."""
@@ -267,14 +289,18 @@ class PeriodicDriver(Driver):
         if self.steps < self.warmup or self.steps == self.equal_at:
             return
         self.is_draining = True
+        is_equal = True
         try:
             for _ in range(self.period.fragments):
                 if self.under_way is None and self.kept is None:
                     self.leave()
                 self.arrive()
+                is_equal = is_equal and not self.skipped
         finally:
             self.is_draining = False
-        self.met_at = self.equal_at = self.steps
+        self.met_at = self.steps
+        if is_equal:
+            self.equal_at = self.steps
 
     def divide(self, divide_by: DivideBy) -> None:
         """Means are over the ranks that have something to say, whatever is asked for."""
@@ -324,20 +350,16 @@ class PeriodicDriver(Driver):
 
     def saved_fragment(self) -> dict[str, Any] | None:
         """What is under way, waited for."""
-        if self.under_way is None:
-            return self.kept
-        verdict = self.exchange.arrive(self.under_way)
-        means = {slot.name: slot.view.clone() for slot in self.under_way.slots}
-        contributed = self.replica.fabric.rank in verdict.active
-        self.kept = {"active": list(verdict.active), "contributed": contributed, "means": means}
-        self.under_way = None
-        return self.kept
+        if self.under_way is not None:
+            self.kept = self.hear().copied()
+        return asdict(self.kept) if self.kept is not None else None
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.steps, self.meetings = saved["steps"], saved["meetings"]
         self.length, self.met_at, self.equal_at = saved["length"], saved["met_at"], saved["equal_at"]
-        self.kept, self.under_way = saved["under_way"], None
+        self.kept = Heard(**saved["under_way"]) if saved["under_way"] is not None else None
+        self.under_way = None
         self.exchange.rounds = saved["rounds"]
         self.exchange.pipeline.load_state_dict(saved["codec_state"])
         self.anchors = {name: anchor.clone() for name, anchor in saved["anchors"].items()}

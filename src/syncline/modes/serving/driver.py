@@ -137,7 +137,16 @@ class ServedDriver(Driver):
         push = PushPipeline(replica, self.links, self.server_of)
         most = self.bucket_bytes()
         shape = Shape(min(settings.first_bucket_bytes, most), most, settings.accumulate, fixed=True)
-        self.reducer = Reducer(replica.fabric, push, replica.named(), set(), shape, self.arrived, together=lambda: None)
+        self.reducer = Reducer(
+            replica.fabric,
+            push,
+            replica.named(),
+            set(),
+            shape,
+            self.arrived,
+            together=lambda: None,
+            agree=lambda names, step: None,
+        )
         return push
 
     # In the user's loop
