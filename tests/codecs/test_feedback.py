@@ -17,8 +17,9 @@ from syncline.errors import ConfigError
 from syncline.state import choose_state
 
 CODECS = ("fp16:feedback=true", "int8", "int4:rounding=stochastic", "onebit", "topk:0.1", "topk:0.1,values=int8")
-CODECS += ("topk:0.2,select=sampled", "topk:0.1,block=50", "randomk:0.1", "powersgd:2")
+CODECS += ("topk:0.2,select=sampled", "topk:0.1,block=50", "randomk:0.1", "powersgd:2", "dgc:0.1,momentum=0")
 EVERY_CODEC = (*CODECS, "fp16", "bf16", "randomk:0.1,scaled=true,feedback=false", "dgc:0.1,warmup=3")
+EVERY_CODEC += ("rules:codec=(dgc:0.1,warmup=3,masking=true),below=100",)
 RATES = (0.5, 0.5, 0.05, 0.05, 0.0, 0.2, 0.2, 0.1)
 SMALL = {"bucket_bytes": 2000, "first_bucket_bytes": 500}
 
@@ -106,14 +107,15 @@ def flat_of(found: dict[str, dict[str, Tensor]]) -> Tensor:
 def gather_momentum(fabric: syncline.Fabric) -> list[Tensor]:
     """Gradients that have room themselves, in a momentum of a thousand times as much, of which little is sent."""
     model = nn.Linear(50, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-36)
     settings = {"codec": "dgc:0.02,momentum=0.999,warmup=0", "most_skips": 1000}
     sync = syncline.Sync(model, optimizer, fabric=fabric, **settings)
     for _ in range(400):
         optimizer.zero_grad()
         model(torch.full([1, 50], 2e35)).sum().backward()
         optimizer.step()
-    return list(sync.state_dict()["codec_state"]["state"].values())
+    state = sync.state_dict()["codec_state"]
+    return [*state["state"].values(), *state["kept"].values()]
 
 
 def test_what_a_codec_gathers_stays_finite() -> None:
