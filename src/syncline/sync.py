@@ -55,7 +55,7 @@ class Sync:
     `run` or `init`, or `"auto"` for the current one.
     """
 
-    least_world: ClassVar[int] = 0  # ranks from which on there is anything to do, if not what the mode says
+    least_world: ClassVar[int] = 0  # ranks from which on there is anything to do, if not what settings say
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Sync:
         self.fabric: Fabric | None = None
         self.driver: Driver | None = None
         self._claim = Claim()
-        if given.world >= (self.least_world or self.settings.mode.least_world):
+        if given.world >= (self.least_world or self.settings.least_world):
             with self._claim.of(named):
                 self.driver = self._join_others(given)
             self.driver.new_gradients = self.stepped.clear

@@ -127,7 +127,7 @@ def test_sent_plus_kept_is_the_momentum_with_changing_rates_and_skipped_steps(
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_other_ranks_go_on_with_the_mean_of_momenta_and_of_what_was_kept(world: int) -> None:
     def begin(fabric: syncline.Fabric) -> dict:
         trainee = Trainee(fabric, DENSE)
@@ -155,6 +155,66 @@ def test_other_ranks_go_on_with_the_mean_of_momenta_and_of_what_was_kept(world: 
     for name, wanted in model.named_parameters():
         found = torch.stack([ends[name] for ends in by_rank]).mean(0)
         torch.testing.assert_close(found, wanted.detach(), rtol=1e-5, atol=1e-5)
+
+
+# A world of one
+
+
+@pytest.mark.parametrize("collective", ["auto", "hierarchical"])
+@pytest.mark.parametrize("codec", ["dgc:0.1,momentum=0.5", DENSE])
+def test_alone_everything_trains_exactly_as_with_momentum_sgd(codec: str, collective: str) -> None:
+    (found,) = syncline.run(partial(went, codec=codec, collective=collective), 1, "threads")
+    exact = momentum_sgd(1, momentum=0.5)
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+
+
+def test_alone_a_step_that_is_not_finite_leaves_the_momentum_as_it_was() -> None:
+    def work(fabric: syncline.Fabric) -> dict[str, Tensor]:
+        trainee = Trainee(fabric, "dgc:0.1,momentum=0.5")
+        trainee.train(range(len(RATES)), skipped=3)
+        return trainee.parameters()
+
+    (found,) = syncline.run(work, 1, "threads")
+    exact = momentum_sgd(1, skipped=3, momentum=0.5)
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+
+
+def test_alone_join_and_a_restart_change_nothing() -> None:
+    def work(fabric: syncline.Fabric) -> dict[str, Tensor]:
+        first = Trainee(fabric, "dgc:0.1,momentum=0.5")
+        with first.sync.join():
+            first.train(range(3))
+        saved = copy.deepcopy({"parameters": first.parameters(), "state": first.sync.state_dict()})
+        first.sync.close()
+        again = Trainee(fabric, "dgc:0.1,momentum=0.5")
+        again.model.load_state_dict(saved["parameters"])
+        again.sync.load_state_dict(saved["state"])
+        with again.sync.join():
+            again.train(range(3, len(RATES)))
+        return again.parameters()
+
+    (found,) = syncline.run(work, 1, "threads")
+    exact = momentum_sgd(1, momentum=0.5)
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+
+
+@pytest.mark.parametrize("codec", ["none", "topk:0.1", "rules:codec=(int8)"])
+def test_alone_a_codec_without_momentum_has_nothing_to_do(codec: str) -> None:
+    assert syncline.run(lambda fabric: Trainee(fabric, codec).sync.driver is None, 1, "threads") == [True]
+
+
+@pytest.mark.parametrize("codec", ["topk:0.1", "onebit", "powersgd:2", "rules:codec=(int4)"])
+def test_alone_nothing_is_left_out_in_a_mode_that_has_work_to_do(codec: str) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[dict[str, Tensor], int]:
+        trainee = Trainee(fabric, codec, mode="delayed")
+        trainee.train(range(2))
+        trainee.sync.drain()
+        return trainee.parameters(), trainee.sync.report().sent_bytes
+
+    ((found, said),) = syncline.run(work, 1, "threads")
+    assert said == 0
+    for number, moved in enumerate(found.values()):
+        assert torch.equal(moved, -RATES[0] * (slopes_of(0, 0)[number] + slopes_of(1, 0)[number]))
 
 
 def test_masking_between_hosts_is_refused() -> None:

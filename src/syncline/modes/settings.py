@@ -53,6 +53,11 @@ class Settings:
             )
 
     @property
+    def least_world(self) -> int:
+        """Ranks from which on there is anything to do: gradients are corrected also where nobody averages them."""
+        return self.mode.least_world if self.codec.correction is None else 1
+
+    @property
     def is_between_hosts(self) -> bool:
         """Whether a codec talks between hosts only."""
         return self.collective not in ("auto", "engine") and isinstance(algorithm(self.collective), Hierarchical)
