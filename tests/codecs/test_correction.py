@@ -104,6 +104,21 @@ def test_dgc_that_sends_everything_is_momentum_sgd_while_the_rate_changes(codec:
         assert all(torch.equal(found[name], exact[name]) for name in exact)
 
 
+@pytest.mark.parametrize("codec", ["dgc:1.0,momentum=0.5", "rules:codec=(dgc:1.0,momentum=0.5),below=100"])
+def test_a_worker_of_a_server_trains_as_with_momentum_sgd(codec: str) -> None:
+    def work(fabric: syncline.Fabric) -> dict[str, Tensor]:
+        trainee = Trainee(fabric, codec, mode="async:pull=none")
+        trainee.train(range(len(RATES)))
+        trainee.sync.drain()
+        found = trainee.parameters()
+        trainee.sync.close()
+        return found
+
+    (found,) = syncline.run(work, 1, "threads")
+    exact = momentum_sgd(1, momentum=0.5)
+    assert all(torch.equal(found[name], exact[name]) for name in exact)
+
+
 def sent_and_kept(fabric: syncline.Fabric, codec: str, skipped: int, collective: str) -> dict[str, Tensor]:
     """Where parameters would be had all been sent, as far as this rank knows."""
     trainee = Trainee(fabric, codec, collective=collective)

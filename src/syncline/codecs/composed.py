@@ -68,7 +68,8 @@ class Warmup(Composed):
             raise ConfigError(f"steps={self.steps} is less than 0; try warmup:steps=100,codec=({self.codec})")
         if self.correction is not None:
             raise ConfigError(
-                f"{self.codec} has a momentum that must run from the first step, and a warm-up of its own"
+                f"{self.codec} has a warm-up of its own, which would run beside this one of {self.steps} steps; "
+                f"use only that: {innermost(self).name}:warmup={self.steps}"
             )
 
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
