@@ -151,7 +151,7 @@ def kept_around_the_end_of_join(fabric: syncline.Fabric, codec: str, mode: str) 
 
 
 @pytest.mark.parametrize("mode", ["sync", "local:every=2", "diloco:every=2"])
-@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2", "dgc:0.1,warmup=0"])
 def test_what_is_kept_is_not_sent_in_a_pass_that_nobody_uses(codec: str, mode: str) -> None:
     work = partial(kept_around_the_end_of_join, codec=codec, mode=mode)
     for before, after in syncline.run(work, ranks=2, fabric="threads"):
@@ -160,7 +160,7 @@ def test_what_is_kept_is_not_sent_in_a_pass_that_nobody_uses(codec: str, mode: s
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (3, 4), (5, 1, 3)], ids=str)
-@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2", "dgc:0.1,momentum=0"])
 def test_sent_plus_kept_is_the_gradient_after_uneven_batches(codec: str, counts: tuple[int, ...]) -> None:
     def work(fabric: syncline.Fabric) -> Tensor:
         model = Steep()
