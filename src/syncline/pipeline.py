@@ -195,6 +195,8 @@ class CodecPipeline(Pipeline):
         work = coding.work
         if work is not side.values:
             work.copy_(side.values)
+        place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts, coding.units.loss_scale)
+        own = coded.correct(work, place)
         dense = self.mean_of_some(work) if self.watch.is_due(step) else None
         if coded.feedback is not None:
             coded.feedback.add_to(work, coding.units)
@@ -203,11 +205,10 @@ class CodecPipeline(Pipeline):
             side.bad.fill_(1)
             work.zero_()
         norm = float(work.norm()) if dense is not None else 0.0
-        coding.staged = dict(coded.state)
-        scale = coding.units.loss_scale
-        place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts, scale)
+        staged = coded.state | own
         codec = Timed(self.codec, looks=dense is not None)
-        coding.decoder, coding.said = self.talk.carry(codec, work, coding.staged, place)
+        coding.decoder, coding.said = self.talk.carry(codec, work, staged, place)
+        coding.staged = own | staged  # of those who do not talk only their own is left
         coding.encode_ns = codec.spent_ns
         if dense is not None:
             coding.sample = Sample(step, norm, dense, codec.positions)

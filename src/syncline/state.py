@@ -36,6 +36,12 @@ def choose_state(
     return merged(sorted(states, key=lambda state: int(state["rank"]))) if saved_world > 1 else states[0]
 
 
+def holds_work(state: dict[str, Any]) -> bool:
+    """Whether something of a run is in it that no model and no optimizer has: what codecs kept, or a way of its own."""
+    kept = state.get("codec_state", {}).get("kept", {})
+    return "parameters" in state or any(bool(tensor.any()) for tensor in kept.values())
+
+
 def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What ranks had in common, which the first has, and means of what each had: what codecs kept, and parameters."""
     kept = [state["codec_state"] for state in states if state["codec_state"]]  # of servers there is none

@@ -37,7 +37,7 @@ from syncline.modes.replica import Replica
 from syncline.modes.settings import Buffers, Settings
 from syncline.modes.staleness import Staleness
 from syncline.replicas import broadcast_tensors, compare_layouts, model_tensors
-from syncline.state import STATE_VERSION, choose_state
+from syncline.state import STATE_VERSION, choose_state, holds_work
 from syncline.tracing.quality import Quality
 from syncline.tracing.spans import Recorder
 from syncline.tracing.totals import Totals, mean_totals
@@ -55,7 +55,7 @@ class Sync:
     `run` or `init`, or `"auto"` for the current one.
     """
 
-    least_world: ClassVar[int] = 0  # ranks from which on there is anything to do, if not what the mode says
+    least_world: ClassVar[int] = 0  # ranks from which on there is anything to do, if not what settings say
 
     def __init__(
         self,
@@ -107,18 +107,23 @@ class Sync:
         named = parameters_of(model)
         if not any(parameter.requires_grad for _, parameter in named):
             raise ConfigError("no parameter of the model needs a gradient, so there is nothing to synchronize")
-        given = find_fabric(fabric)
-        check_parameters(model, named, given.device)
+        self._given = find_fabric(fabric)
+        check_parameters(model, named, self._given.device)
         self.fabric: Fabric | None = None
         self.driver: Driver | None = None
         self._claim = Claim()
-        if given.world >= (self.least_world or self.settings.mode.least_world):
-            with self._claim.of(named):
-                self.driver = self._join_others(given)
-            self.driver.new_gradients = self.stepped.clear
+        if self._given.world >= (self.least_world or self.settings.least_world):
+            self._begin()
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
         self._hooks += [optimizer.register_step_post_hook(self._after_step) for optimizer in self.optimizers]
         self.recorder.begin(monotonic_ns())
+
+    def _begin(self) -> Driver:
+        """Let the mode begin, with all that it changes in the model."""
+        with self._claim.of(parameters_of(self.model)):
+            self.driver = self._join_others(self._given)
+        self.driver.new_gradients = self.stepped.clear
+        return self.driver
 
     def _join_others(self, given: Fabric) -> Driver:
         """Compare with the other ranks, start from the state of rank 0, and let the mode begin."""
@@ -218,15 +223,17 @@ class Sync:
     def load_state_dict(self, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on from this rank's own state, or from the states of all ranks, which may have been more or fewer.
 
-        With another number of ranks each starts with the mean of what all had kept, so that nothing is lost. A rank
-        that had nobody to talk to may have kept nothing, and then there is nothing to go on from.
+        With another number of ranks each starts with the mean of what all had kept, so that nothing is lost: one that
+        is alone now has it in its first step. A rank that had nobody to talk to may have kept nothing, and then there
+        is nothing to go on from.
         """
         states = [saved] if isinstance(saved, dict) else list(saved)
-        if self.driver is None or self.fabric is None:
+        if self.driver is None and not any(map(holds_work, states)):
             return
-        chosen = choose_state(states, self.fabric.rank, self.fabric.world, self._lasting())
+        chosen = choose_state(states, self._given.rank, self._given.world, self._lasting())
+        driver = self.driver or self._begin()
         if "codec_state" in chosen:
-            self.driver.load_state_dict(chosen)
+            driver.load_state_dict(chosen)
 
     def _lasting(self) -> dict[str, str]:
         """What must be the same when a run goes on."""

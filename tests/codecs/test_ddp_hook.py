@@ -181,14 +181,14 @@ def test_sent_plus_kept_is_the_gradient_with_a_scale_that_changes_and_one_bad_bu
         assert missing.abs().max() < 1e-5
 
 
-def momentum_error(fabric: syncline.Fabric) -> float:
+def momentum_error(fabric: syncline.Fabric, codec: str) -> float:
     """How far training through dgc with a scale that changes is from SGD with momentum."""
     model, alone = Slopes(), torch.zeros(1200, requires_grad=True)
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     reference = torch.optim.SGD([alone], lr=0.125, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
-    hook = attach(ddp, "dgc:1.0,momentum=0.9", optimizer, scaler=scaler)
+    hook = attach(ddp, codec, optimizer, scaler=scaler)
     for step in range(10):
         optimizer.zero_grad()
         scaler.scale(ddp(*slopes(step, fabric.rank))).backward()
@@ -201,8 +201,9 @@ def momentum_error(fabric: syncline.Fabric) -> float:
 
 
 @pytest.mark.timeout(60)
-def test_dgc_that_sends_all_is_momentum_sgd_under_a_scaler() -> None:
-    assert max(syncline.run(momentum_error, ranks=2, fabric="torch")) < 1e-5
+@pytest.mark.parametrize("codec", ["dgc:1.0,momentum=0.9", "rules:codec=(dgc:0.01,momentum=0.9)"])
+def test_dgc_that_sends_all_is_momentum_sgd_under_a_scaler(codec: str) -> None:
+    assert max(syncline.run(partial(momentum_error, codec=codec), ranks=2, fabric="torch")) < 1e-5
 
 
 def sent_while_warm(fabric: syncline.Fabric) -> list[int]:

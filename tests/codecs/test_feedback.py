@@ -13,12 +13,13 @@ import syncline
 from support.codec_cases import parts_of
 from syncline.codecs.memory import Coded, Memory
 from syncline.codecs.registry import codec_of
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, RankFailed
 from syncline.state import choose_state
 
 CODECS = ("fp16:feedback=true", "int8", "int4:rounding=stochastic", "onebit", "topk:0.1", "topk:0.1,values=int8")
-CODECS += ("topk:0.2,select=sampled", "topk:0.1,block=50", "randomk:0.1", "powersgd:2")
+CODECS += ("topk:0.2,select=sampled", "topk:0.1,block=50", "randomk:0.1", "powersgd:2", "dgc:0.1,momentum=0")
 EVERY_CODEC = (*CODECS, "fp16", "bf16", "randomk:0.1,scaled=true,feedback=false", "dgc:0.1,warmup=3")
+EVERY_CODEC += ("rules:codec=(dgc:0.1,warmup=3,masking=true),below=100",)
 RATES = (0.5, 0.5, 0.05, 0.05, 0.0, 0.2, 0.2, 0.1)
 SMALL = {"bucket_bytes": 2000, "first_bucket_bytes": 500}
 
@@ -106,14 +107,15 @@ def flat_of(found: dict[str, dict[str, Tensor]]) -> Tensor:
 def gather_momentum(fabric: syncline.Fabric) -> list[Tensor]:
     """Gradients that have room themselves, in a momentum of a thousand times as much, of which little is sent."""
     model = nn.Linear(50, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-36)
     settings = {"codec": "dgc:0.02,momentum=0.999,warmup=0", "most_skips": 1000}
     sync = syncline.Sync(model, optimizer, fabric=fabric, **settings)
     for _ in range(400):
         optimizer.zero_grad()
         model(torch.full([1, 50], 2e35)).sum().backward()
         optimizer.step()
-    return list(sync.state_dict()["codec_state"]["state"].values())
+    state = sync.state_dict()["codec_state"]
+    return [*state["state"].values(), *state["kept"].values()]
 
 
 def test_what_a_codec_gathers_stays_finite() -> None:
@@ -149,7 +151,7 @@ def kept_around_the_end_of_join(fabric: syncline.Fabric, codec: str, mode: str) 
 
 
 @pytest.mark.parametrize("mode", ["sync", "local:every=2", "diloco:every=2"])
-@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2", "dgc:0.1,warmup=0"])
 def test_what_is_kept_is_not_sent_in_a_pass_that_nobody_uses(codec: str, mode: str) -> None:
     work = partial(kept_around_the_end_of_join, codec=codec, mode=mode)
     for before, after in syncline.run(work, ranks=2, fabric="threads"):
@@ -158,7 +160,7 @@ def test_what_is_kept_is_not_sent_in_a_pass_that_nobody_uses(codec: str, mode: s
 
 
 @pytest.mark.parametrize("counts", [(4, 4), (3, 4), (5, 1, 3)], ids=str)
-@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2", "dgc:0.1,momentum=0"])
 def test_sent_plus_kept_is_the_gradient_after_uneven_batches(codec: str, counts: tuple[int, ...]) -> None:
     def work(fabric: syncline.Fabric) -> Tensor:
         model = Steep()
@@ -311,6 +313,51 @@ def test_two_ranks_go_on_from_the_state_of_one_and_one_from_those_of_two(codec: 
         work = partial(save_and_load, states=states, codec=codec, mode=mode)
         states = syncline.run(work, ranks=world, fabric="threads")
         assert [(state["rank"], state["world"]) for state in states] == [(rank, world) for rank in range(world)]
+
+
+def trained_to(fabric: syncline.Fabric, steps: range, codec: str, saved: list[dict], skipped: int = -1) -> dict:
+    """A state of everything after these steps, of a run that begins or goes on."""
+    model = Steep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATES[0])
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, **SMALL)
+    if saved:
+        model.load_state_dict(saved[0]["model"])
+        sync.load_state_dict([one["sync"] for one in saved])
+    for step in steps:
+        optimizer.param_groups[0]["lr"] = RATES[step]
+        optimizer.zero_grad()
+        slopes = slopes_of(step, fabric.rank)
+        if step == skipped:
+            slopes[0][3, 3] = float("nan")
+        model(slopes).backward()
+        optimizer.step()
+    found = copy.deepcopy({"model": model.state_dict(), "sync": sync.state_dict()})
+    sync.close()
+    return found
+
+
+@pytest.mark.parametrize("skipped", [-1, 2])
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_several_ranks_have_kept_is_in_the_first_step_of_one(codec: str, skipped: int) -> None:
+    """Its learning rate is another one, and it may be skipped."""
+    before = syncline.run(partial(trained_to, steps=range(2), codec=codec, saved=[]), 3, "threads")
+    reloaded = syncline.run(partial(trained_to, steps=range(0), codec=codec, saved=before), 1, "threads")
+    work = partial(trained_to, steps=range(2, 4), codec=codec, saved=reloaded, skipped=skipped)
+    (after,) = syncline.run(work, 1, "threads")
+    for number, (name, shape) in enumerate((name, p.shape) for name, p in Steep().named_parameters()):
+        exact = torch.zeros(shape, dtype=torch.float64)
+        for step, rate in enumerate(RATES[:4]):
+            ranks = range(3) if step < 2 else range(step != skipped)
+            exact -= sum((rate / len(ranks) * slopes_of(step, rank)[number].double() for rank in ranks), 0.0)
+        found = after["model"][name].double()
+        assert (found - exact).norm() <= 2e-5 * (1 + exact.norm())
+        assert (before[0]["model"][name] - after["model"][name]).norm() > 0.01
+
+
+def test_one_rank_needs_the_states_of_all_that_have_kept_something() -> None:
+    states = syncline.run(partial(trained_to, steps=range(2), codec="topk:0.1", saved=[]), 2, "threads")
+    with pytest.raises(RankFailed, match="those of all 2 ranks"):
+        syncline.run(partial(trained_to, steps=range(0), codec="topk:0.1", saved=states[:1]), 1, "threads")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,46 @@ def test_every_fiftieth_step_is_looked_at() -> None:
     assert syncline.run(lambda fabric: sampled(fabric, "none"), ranks=2, fabric="threads") == [[], []]
 
 
+def test_what_dgc_keeps_is_told() -> None:
+    def work(fabric: syncline.Fabric) -> tuple[Quality, float]:
+        model = nn.Linear(40, 40)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        sync = syncline.Sync(model, optimizer, fabric=fabric, codec="dgc:0.1,warmup=0")
+        for step in range(50):
+            optimizer.zero_grad()
+            draw = torch.Generator().manual_seed(100 * step + fabric.rank)
+            model(torch.randn(1, 40, generator=draw)).square().sum().backward()
+            optimizer.step()
+        kept = sync.state_dict()["codec_state"]["kept"]
+        return sync.quality()[-1], float(torch.cat([tensor.flatten() for tensor in kept.values()]).norm())
+
+    for sample, kept in syncline.run(work, ranks=2, fabric="threads"):
+        assert sample.step == 50
+        assert sample.kept_norm == pytest.approx(kept, rel=1e-5)
+        assert 0.1 < sample.relative_error < 1.0
+        assert 0.0 < sample.cosine < 0.99
+
+
+def test_what_dgc_keeps_that_grows_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """One entry in a thousand is sent of gradients that grow without bound."""
+
+    def work(fabric: syncline.Fabric) -> None:
+        model = nn.Linear(100, 10, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+        syncline.Sync(model, optimizer, fabric=fabric, codec="dgc:0.001,warmup=0")
+        for step in range(210):
+            optimizer.zero_grad()
+            model(torch.full((1, 100), 1.03**step * (1 + fabric.rank))).sum().backward()
+            optimizer.step()
+
+    with caplog.at_level(logging.WARNING):
+        syncline.run(work, ranks=2, fabric="threads")
+    assert [record.getMessage().startswith("what bucket 0 keeps has grown") for record in caplog.records] == [
+        True,
+        True,
+    ]
+
+
 def test_what_grows_without_bound_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     watch = Watch()
     with caplog.at_level(logging.WARNING):

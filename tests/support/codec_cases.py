@@ -7,6 +7,7 @@ from torch import Tensor
 
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import talk
+from syncline.codecs.memory import Coded
 from syncline.codecs.registry import codec_of
 
 SETTINGS = (
@@ -37,13 +38,24 @@ SETTINGS = (
     "powersgd:4,min_compression_rate=1",
     "dgc:0.01",
     "dgc:0.1,nesterov=true,values=fp16",
+    "dgc:0.1,momentum=0",
+    "dgc:0.1,masking=true",
+    "rules:codec=(dgc:0.1),below=100",
     "warmup:codec=(topk:0.1),steps=3",
     "warmup:codec=(powersgd:2),steps=1",
     "rules:codec=(topk:0.1,values=int8),below=100",
     "rules:codec=(powersgd:1),below=0,vectors=false,names=layer.0|*.3",
     "rules:codec=(warmup:steps=3,codec=(topk:0.1)),below=4",
 )
-FED_BACK = tuple(text for text in SETTINGS if codec_of(text).feedback)
+
+
+def sends_gradients(text: str) -> bool:
+    """Not momenta, which come to more."""
+    correction = codec_of(text).correction
+    return correction is None or not correction.momentum
+
+
+FED_BACK = tuple(text for text in SETTINGS if codec_of(text).feedback and sends_gradients(text))
 LENGTHS = (0, 1, 7, 4096, 65_537)
 SHAPES = ((64, 32), (32,), (16, 8, 3), (64, 32), (5,), ())
 
@@ -67,18 +79,24 @@ class Ranks:
     def __init__(self, codec: Codec, world: int, parts: tuple[Part, ...], seed: int = 0) -> None:
         self.codec, self.world, self.parts, self.seed = codec, world, parts, seed
         self.numel = parts[-1].hi if parts else 0
-        self.states: list[State] = [codec.start(parts, torch.device("cpu")) for _ in range(world)]
-        self.kept = [torch.zeros(self.numel) for _ in range(world)]
+        self.coded = [Coded.begin(codec, parts, torch.device("cpu"), feeds_back=False) for _ in range(world)]
+        self.kept = [torch.zeros(self.numel) for _ in range(world)]  # of gradients of the loss itself
         self.step = 0
         self.loss_scale = 1.0
+
+    @property
+    def states(self) -> list[State]:
+        return [coded.state for coded in self.coded]
 
     def reduce(self, gradients: list[Tensor]) -> list[Tensor]:
         """What each rank ends with."""
         where = (self.step, self.seed, self.parts, self.loss_scale)
         places = [Place(rank, self.world, *where) for rank in range(self.world)]
         values = [gradient.clone() for gradient in gradients]
+        for value, coded, place in zip(values, self.coded, places, strict=True):
+            coded.state |= coded.correct(value, place)
         if self.codec.feedback:
-            values = [value + kept for value, kept in zip(values, self.kept, strict=True)]
+            values = [value + self.loss_scale * kept for value, kept in zip(values, self.kept, strict=True)]
         conversations = [
             self.codec.reduce(value, state, place)
             for value, state, place in zip(values, self.states, places, strict=True)
@@ -86,7 +104,7 @@ class Ranks:
         decoders = talk(conversations)
         self.step += 1
         if self.codec.feedback:
-            self.kept = values
+            self.kept = [value / self.loss_scale for value in values]
         means = [torch.full((self.numel,), float("nan")) for _ in range(self.world)]
         for decode, mean in zip(decoders, means, strict=True):
             decode(mean)

@@ -195,7 +195,7 @@ def saved_by(world: int, mode: str, codec: str, steps: int) -> list[dict]:
 @pytest.mark.parametrize(
     "mode", ["local:every=3", "slowmo:every=3", "diloco:every=3", "diloco:every=6,fragments=2,delay=2"]
 )
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
 def test_other_ranks_go_on_from_means(mode: str, codec: str, world: int) -> None:
     saved = saved_by(3, mode, codec, 5)
     states = [one["sync"] for one in saved]

@@ -2,8 +2,9 @@
 
 The ranks of a world talk to each other in one process, and what one of them computes is timed: up to its first
 question (encode), and from the last answer to the mean (decode); what an owner of a slice does in between belongs to
-decoding. Each repeat has a new gradient, with what was kept added as error feedback does it. The native kernels and
-their twins in torch take turns, and must first come to the same answer.
+decoding. Each repeat has a new gradient, with what was kept added as error feedback does it; a momentum before the
+codec belongs to encoding. The native kernels and their twins in torch take turns, and must first come to the same
+answer.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Question, answers_to
+from syncline.codecs.memory import Coded
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.codecs.timed import positions_in
 from syncline.errors import SynclineError
@@ -167,7 +169,7 @@ class Trial:
     @classmethod
     def begin(cls, codec: Codec, parts: tuple[Part, ...], world: int) -> Trial:
         """Nothing is kept yet."""
-        states = [codec.start(parts, torch.device("cpu")) for _ in range(world)]
+        states = [Coded.begin(codec, parts, torch.device("cpu"), feeds_back=False).state for _ in range(world)]
         return cls(codec, parts, states, [torch.zeros(parts[-1].hi) for _ in range(world)], [])
 
     def run(self, gradients: list[Tensor], step: int) -> Tensor:
@@ -198,11 +200,12 @@ def time_step(
     world = len(gradients)
     clocks: list[float] = []
     asked: list[Question] = []
+    places = [Place(rank, world, step, 0, parts) for rank in range(world)]
+    correcting = correct(codec, gradients, states, places)
     if codec.feedback:
         gradients[0].add_(kept[0])
         for rank in range(1, world):
             gradients[rank].add_(kept[rank])
-    places = [Place(rank, world, step, 0, parts) for rank in range(world)]
     talks = [codec.reduce(gradients[rank], states[rank], places[rank]) for rank in range(world)]
     answers: list[Any] = [None] * world
     decoder = None
@@ -224,4 +227,15 @@ def time_step(
     decoding = time.perf_counter() - started + sum(clocks[1:])
     if codec.feedback:
         kept[:] = gradients
-    return clocks[0], decoding, asked
+    return correcting + clocks[0], decoding, asked
+
+
+def correct(codec: Codec, gradients: list[Tensor], states: Sequence[State], places: Sequence[Place]) -> float:
+    """Momenta in the place of gradients, if the codec asks for them; the seconds of the first rank."""
+    clocks: list[float] = []
+    for gradient, state, place in zip(gradients, states, places, strict=True):
+        started = time.perf_counter()
+        if codec.correction is not None:
+            state.update(codec.correction.apply(gradient, state, place))
+        clocks.append(time.perf_counter() - started)
+    return clocks[0]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from syncline.bench.tasks import Score, task_of
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Conversation, Question, overheard
+from syncline.codecs.correction import Correction
 from syncline.codecs.registry import codec_of
 from syncline.errors import NonFiniteGradient
 from syncline.fabric.base import Fabric
@@ -44,6 +45,11 @@ class Metered(Codec):
     def feedback(self) -> bool:  # type: ignore[override]
         """As the one inside has it."""
         return self.inner.feedback
+
+    @property
+    def correction(self) -> Correction | None:
+        """That of the one inside."""
+        return self.inner.correction
 
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """That of the one inside."""
@@ -106,7 +112,7 @@ def train(
 
 def momentum_for(codec: Codec) -> float:
     """Of the optimizer: none if the codec has its own."""
-    return 0.0 if hasattr(codec, "momentum") else MOMENTUM
+    return MOMENTUM if codec.correction is None else 0.0
 
 
 def rate_at(step: int, steps: int) -> float:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from syncline.codecs.answers import AmongAll, converse
+from syncline.codecs.answers import Alone, AmongAll, converse
 from syncline.codecs.codec import Codec, Place, State
 from syncline.codecs.conversation import Decoder
 from syncline.codecs.none import void
@@ -28,8 +28,10 @@ from syncline.errors import FabricError, PeerError
 from syncline.fabric.base import Fabric
 
 
-def talk_on(fabric: Fabric, collective: str) -> AmongAll | BetweenHosts:
+def talk_on(fabric: Fabric, collective: str) -> Alone | AmongAll | BetweenHosts:
     """Who takes part in the conversations of a codec: all ranks, or with `"hierarchical"` one of each host."""
+    if fabric.world == 1:
+        return Alone()
     chosen = None if collective in ("auto", "engine") else algorithm(collective)
     return BetweenHosts(fabric, chosen) if isinstance(chosen, Hierarchical) else AmongAll(fabric, collective)
 

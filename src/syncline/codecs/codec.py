@@ -6,12 +6,15 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncline.codecs.conversation import Conversation
+
+if TYPE_CHECKING:
+    from syncline.codecs.correction import Correction
 
 State = dict[str, Tensor]  # by parameter name, and what it is: "layer.weight/factor"
 
@@ -53,6 +56,11 @@ class Codec(ABC):
     name: ClassVar[str]
     feedback: bool  # whether what was not sent is kept and sent later
     says_all: ClassVar[bool] = True  # of every entry something is sent at every step
+
+    @property
+    def correction(self) -> Correction | None:
+        """What becomes of gradients before the codec has them, also where there is nobody to talk to."""
+        return None
 
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """The state before the first step; most codecs have none."""

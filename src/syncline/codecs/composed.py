@@ -17,6 +17,7 @@ from torch import Tensor
 
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Conversation, Mean
+from syncline.codecs.correction import Correction
 from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
 from syncline.specs import text_of
@@ -44,6 +45,11 @@ class Composed(Codec):
         """As the one inside has it."""
         return self.inner().feedback
 
+    @property
+    def correction(self) -> Correction | None:
+        """That of the one inside, of all parameters."""
+        return self.inner().correction
+
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """That of the one inside."""
         return self.inner().start(parts, device)
@@ -60,9 +66,10 @@ class Warmup(Composed):
         super().__post_init__()
         if self.steps < 0:
             raise ConfigError(f"steps={self.steps} is less than 0; try warmup:steps=100,codec=({self.codec})")
-        if hasattr(innermost(self), "momentum"):
+        if self.correction is not None:
             raise ConfigError(
-                f"{self.codec} has a momentum that must run from the first step, and a warm-up of its own"
+                f"{self.codec} has a warm-up of its own, which would run beside this one of {self.steps} steps; "
+                f"use only that: {innermost(self).name}:warmup={self.steps}"
             )
 
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:

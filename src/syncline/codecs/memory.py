@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from syncline.codecs.codec import Codec, Part, State
+from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.correction import Correction
 from syncline.codecs.feedback import Feedback
 
 Saved = dict[str, dict[str, Any]]
@@ -21,11 +23,19 @@ class Coded:
     parts: tuple[Part, ...]
     state: State
     feedback: Feedback | None = None
+    correction: Correction | None = None
 
     @classmethod
     def begin(cls, codec: Codec, parts: tuple[Part, ...], device: torch.device, feeds_back: bool) -> Coded:
         """Before the first step."""
-        return cls(parts, codec.start(parts, device), Feedback(parts, device) if feeds_back else None)
+        state, correction = codec.start(parts, device), codec.correction
+        if correction is not None:
+            state |= correction.start(parts, device)
+        return cls(parts, state, Feedback(parts, device) if feeds_back else None, correction)
+
+    def correct(self, values: Tensor, place: Place) -> State:
+        """What becomes of a gradient before what was kept is added; returns the state that this changes."""
+        return {} if self.correction is None else self.correction.apply(values, self.state, place)
 
 
 class Memory:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from syncline.codecs.answers import converse
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.feedback import Units, worth_of
+from syncline.codecs.memory import Coded
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, Times
@@ -164,9 +165,12 @@ class CodecHook:
     def average(self, flat: Tensor, parts: tuple[Part, ...], now: Pass) -> None:
         """Replace a bucket by the mean over ranks of what was sent, which has the same bits on all of them."""
         work = flat.to(torch.float32, copy=True)
+        coded = self.coded_of(parts, work.device)
+        place = Place(self.fabric.rank, self.fabric.world, now.step, self.seed, parts, now.units.loss_scale)
+        state = coded.state | coded.correct(work, place)
         self.add_kept(work, parts, now.units)
         if self.all_finite(work):
-            self.encode(work, parts, now)
+            self.encode(work, state, place, now)
         else:
             self.fabric.all_reduce(work, op="mean")
         flat.copy_(work)
@@ -177,15 +181,13 @@ class CodecHook:
         bad = torch.tensor([int(not is_finite(work))], dtype=torch.int32, device=work.device)
         return not self.fabric.all_reduce(bad, op="max").item()
 
-    def encode(self, work: Tensor, parts: tuple[Part, ...], now: Pass) -> None:
+    def encode(self, work: Tensor, state: State, place: Place, now: Pass) -> None:
         """Carry the codec's conversation through, and note what is to be kept."""
-        state = self.state_of(parts, work.device)
-        scale = now.units.loss_scale
-        place = Place(self.fabric.rank, self.fabric.world, now.step, self.seed, parts, scale)
         decoder, _ = converse(self.codec.reduce(work, state, place), self.fabric, "auto")
         now.state |= state
         if self.codec.feedback:
-            now.kept |= {part.name: work[part.lo : part.hi].clone() for part in parts if worth_of(part.name, now.units)}
+            counting = [part for part in place.parts if worth_of(part.name, now.units)]
+            now.kept |= {part.name: work[part.lo : part.hi].clone() for part in counting}
         decoder(work)
 
     def commit(self, now: Pass) -> None:
@@ -201,10 +203,11 @@ class CodecHook:
         """The parameters of a bucket by name and place."""
         return in_a_row(Part(self.names[id(p)], 0, p.numel(), p.shape) for p in parameters)
 
-    def state_of(self, parts: tuple[Part, ...], device: torch.device) -> State:
-        """Of the parameters of a bucket, new where there is none yet."""
-        fresh = self.codec.start(parts, device)
-        return {key: self.state.get(key, value) for key, value in fresh.items()}
+    def coded_of(self, parts: tuple[Part, ...], device: torch.device) -> Coded:
+        """The state of the parameters of a bucket, new where there is none yet."""
+        coded = Coded.begin(self.codec, parts, device, feeds_back=False)
+        coded.state = {key: self.state.get(key, value) for key, value in coded.state.items()}
+        return coded
 
     def units(self) -> Units:
         """What gradients are worth now."""

@@ -94,4 +94,4 @@ class AsyncSGD(Mode):
 def tells_changes(codec: Codec) -> bool:
     """Whether what is told, again and again, comes to what is meant."""
     inner = innermost(codec)
-    return not (inner.name == "dgc" or getattr(inner, "vote", False) or getattr(inner, "scaled", False))
+    return not (inner.correction is not None or getattr(inner, "vote", False) or getattr(inner, "scaled", False))

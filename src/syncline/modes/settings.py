@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from syncline.codecs.codec import Codec
-from syncline.errors import ConfigError, UnknownName
+from syncline.collectives.hierarchical import Hierarchical
+from syncline.collectives.registry import algorithm
+from syncline.errors import ConfigError, PairingError, UnknownName
 from syncline.guards.finite import POLICIES, Policy
 
 if TYPE_CHECKING:
@@ -44,3 +46,18 @@ class Settings:
             raise UnknownName("buffers", self.buffers, BUFFERS)
         if self.nonfinite not in POLICIES:
             raise UnknownName("nonfinite", self.nonfinite, POLICIES)
+        if self.codec.correction is not None and self.codec.correction.masking and self.is_between_hosts:
+            raise PairingError(
+                f"{self.codec.name} takes the momentum from entries that are sent, and with collective="
+                f"{self.collective} only the first rank of a host knows which; use masking=false"
+            )
+
+    @property
+    def least_world(self) -> int:
+        """Ranks from which on there is anything to do: gradients are corrected also where nobody averages them."""
+        return self.mode.least_world if self.codec.correction is None else 1
+
+    @property
+    def is_between_hosts(self) -> bool:
+        """Whether a codec talks between hosts only."""
+        return self.collective not in ("auto", "engine") and isinstance(algorithm(self.collective), Hierarchical)

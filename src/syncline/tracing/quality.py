@@ -45,7 +45,7 @@ class Watch:
             self.warned.add(sample.bucket)
             log.warning(
                 "what bucket %d keeps has grown from %.3g to %.3g by step %d: lower the learning rate, send more, or "
-                "begin with warmup:codec=(...)",
+                "begin with a warm-up: warmup:codec=(...), or a longer one of dgc itself",
                 sample.bucket,
                 norms[0],
                 sample.kept_norm,

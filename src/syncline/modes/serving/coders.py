@@ -43,9 +43,12 @@ class Coder:
     def state(self, state: State) -> None:
         self.coded.state = state
 
-    def say(self, values: Tensor, step: int) -> tuple[Tensor, Tensor, State]:
-        """Words for the other end, what they mean, and the state after that; `values` hold what was left out."""
-        state = dict(self.state)
+    def say(self, values: Tensor, step: int, own: State | None = None) -> tuple[Tensor, Tensor, State]:
+        """Words for the other end, what they mean, and the state after that; `values` hold what was left out.
+
+        `own` is state that the values have changed already.
+        """
+        state = self.state | (own or {})
         said, decoder = speak(self.codec.reduce(values, state, self.place(step)))
         meant = torch.empty_like(values)
         decoder(meant)

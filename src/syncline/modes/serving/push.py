@@ -125,12 +125,13 @@ class PushPipeline(Pipeline):
         """What a codec makes of a copy of the gradients."""
         work = side.values.to("cpu", torch.float32, copy=True)
         coded = self.coded_of(bucket.number, bucket.slots)
+        coder = Coder(self.codec, coded, seed_of(self.seed, self.fabric.rank, "push"))
+        own = coded.correct(work, coder.place(step))
         if coded.feedback is not None:
             coded.feedback.add_to(work, units)
         if not has_room(work, 1):
             return None
-        coder = Coder(self.codec, coded, seed_of(self.seed, self.fabric.rank, "push"))
-        words, _, state = coder.say(work, step)
+        words, _, state = coder.say(work, step, own)
         self.pushed[bucket.number] = Pushed(coded, work, state, units)
         is_kept = all(has_room(tensor, 1) for tensor in to_be_kept(coded, work, state))
         return words if is_kept else None
