@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncline.errors import ConfigError
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 def choose_state(

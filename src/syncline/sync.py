@@ -227,6 +227,8 @@ class Sync:
         is alone now has it in its first step. A rank that had nobody to talk to may have kept nothing, and then there
         is nothing to go on from.
         """
+        if not self._hooks:
+            raise ConfigError("this Sync is closed, so nothing can go on with it; make another")
         states = [saved] if isinstance(saved, dict) else list(saved)
         if self.driver is None and not any(map(holds_work, states)):
             return

@@ -14,7 +14,7 @@ from support.codec_cases import parts_of
 from syncline.codecs.memory import Coded, Memory
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, RankFailed
-from syncline.state import choose_state
+from syncline.state import STATE_VERSION, choose_state
 
 CODECS = ("fp16:feedback=true", "int8", "int4:rounding=stochastic", "onebit", "topk:0.1", "topk:0.1,values=int8")
 CODECS += ("topk:0.2,select=sampled", "topk:0.1,block=50", "randomk:0.1", "powersgd:2", "dgc:0.1,momentum=0")
@@ -278,7 +278,7 @@ def test_every_codec_keeps_the_ranks_of_every_fabric_equal(fabric: str) -> None:
 
 def state_of(rank: int, world: int, kept: float, codec: str = "topk") -> dict:
     codec_state = {"kept": {"p": torch.full((3,), kept)}, "worth": {"p": 0.1}, "state": {"p/factor": torch.ones(2)}}
-    return {"version": 2, "rank": rank, "world": world, "codec": codec, "layout": {}, "codec_state": codec_state}
+    return {"version": STATE_VERSION, "rank": rank, "world": world, "codec": codec, "layout": {}, "codec_state": codec_state}
 
 
 def test_with_another_number_of_ranks_the_mean_of_what_was_kept_stays() -> None:

@@ -276,3 +276,12 @@ def test_a_refused_request_leaves_no_hooks(alone: Fabric) -> None:
         syncline.Sync(model, optimizer, fabric=alone)
     assert faulty.hooks_of(model, optimizer) == 0
     assert alone.siblings == []
+
+
+def test_a_closed_sync_goes_on_from_nothing() -> None:
+    model = nn.Linear(2, 2)
+    sync = syncline.Sync(model, torch.optim.SGD(model.parameters(), lr=0.1), codec="dgc")
+    saved = sync.state_dict()
+    sync.close()
+    with pytest.raises(ConfigError, match="this Sync is closed"):
+        sync.load_state_dict(saved)
