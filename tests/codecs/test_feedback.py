@@ -278,7 +278,8 @@ def test_every_codec_keeps_the_ranks_of_every_fabric_equal(fabric: str) -> None:
 
 def state_of(rank: int, world: int, kept: float, codec: str = "topk") -> dict:
     codec_state = {"kept": {"p": torch.full((3,), kept)}, "worth": {"p": 0.1}, "state": {"p/factor": torch.ones(2)}}
-    return {"version": STATE_VERSION, "rank": rank, "world": world, "codec": codec, "layout": {}, "codec_state": codec_state}
+    who = {"version": STATE_VERSION, "rank": rank, "world": world}
+    return who | {"codec": codec, "layout": {}, "codec_state": codec_state}
 
 
 def test_with_another_number_of_ranks_the_mean_of_what_was_kept_stays() -> None:
