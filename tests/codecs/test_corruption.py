@@ -18,6 +18,7 @@ from support.codec_cases import SETTINGS, gradients_of, parts_of
 from syncline.codecs import kernels, twins
 from syncline.codecs.codec import Place
 from syncline.codecs.conversation import Conversation, Mean, answers_to
+from syncline.codecs.memory import Coded
 from syncline.codecs.registry import codec_of
 from syncline.errors import CorruptMessage
 
@@ -45,7 +46,7 @@ def conversations(text: str) -> tuple[list[Conversation], list[Guarded]]:
     """Of all ranks."""
     codec = codec_of(text)
     values = [Guarded(gradient) for gradient in gradients_of(WORLD, NUMEL, STEP)]
-    states = [codec.start(PARTS, torch.device("cpu")) for _ in range(WORLD)]
+    states = [Coded.begin(codec, PARTS, torch.device("cpu"), feeds_back=False).state for _ in range(WORLD)]
     places = [Place(rank, WORLD, STEP, 0, PARTS) for rank in range(WORLD)]
     return [codec.reduce(values[rank].values, states[rank], places[rank]) for rank in range(WORLD)], values
 

@@ -80,7 +80,8 @@ def train(
     fabric: Fabric, start: nn.Module, task_name: str, codec: str, seed: int, steps: int, rate: float | None = None
 ) -> Trained:
     """What one rank does, with a copy of the model as it starts."""
-    torch.set_num_threads(1)
+    if fabric.name != "threads":  # which would change it for the whole process
+        torch.set_num_threads(1)
     task = task_of(task_name)
     model = deepcopy(start)
     rate = rate or task.learning_rate
