@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -110,23 +111,22 @@ def codecs(
 
 def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
     """Fastest first."""
-    caption = "GB/s of gradients; a codec pays on links slower than its break-even speed"
-    table = Table(title=title, title_justify="left", caption=caption)
-    table.add_column("codec")
-    for heading in ("encode", "decode", "torch: encode", "decode", "× torch", "bytes an element", "break-even"):
-        table.add_column(heading, justify="right")
-    table.add_column("positions")
+    caption = (
+        "GB/s of gradients, encoded and decoded; bytes sent of an element, and how positions are written. "
+        "A codec pays on links slower than its Gbit/s"
+    )
+    table = Table(title=title, title_justify="left", caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("codec", no_wrap=True)
+    for heading in ("native", "torch", "ratio", "bytes", "Gbit/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for one in speeds:
         table.add_row(
             one.codec,
-            f"{one.encode_gb_s:.2f}",
-            f"{one.decode_gb_s:.2f}",
-            f"{one.twin_encode_gb_s:.2f}",
-            f"{one.twin_decode_gb_s:.2f}",
+            f"{one.encode_gb_s:.1f} {one.decode_gb_s:4.1f}",
+            f"{one.twin_encode_gb_s:.1f} {one.twin_decode_gb_s:4.1f}",
             f"{one.times_twin:.1f}",
-            f"{one.wire_bytes_per_element:.3f}",
-            "never" if one.break_even_gbit_s <= 0 else f"{one.break_even_gbit_s:.2f} Gbit/s",
-            one.positions,
+            f"{one.positions} {one.wire_bytes_per_element:.3f}",
+            "never" if one.break_even_gbit_s <= 0 else f"{one.break_even_gbit_s:.1f}",
         )
     return table
 
