@@ -1,7 +1,4 @@
-// Large buffers of float32 to 16-bit floats and back.
-//
-// Four places of the buffer are worked on side by side, which the processor fetches ahead as four streams: a single one
-// does not fill the bandwidth of memory.
+// Buffers of float32 to 16-bit floats and back. Large ones go past the cache, which they would not stay in.
 #pragma once
 
 #include <cstddef>

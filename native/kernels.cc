@@ -56,7 +56,13 @@ bool divide_past_cache(void* out, const void* in, size_t count, DataType dtype, 
   return best().divide_past_cache(out, in, count, dtype, divisor);
 }
 void widen(float* out, const void* in, size_t count, DataType dtype) { best().widen(out, in, count, dtype); }
+void widen_past_cache(float* out, const void* in, size_t count, DataType dtype) {
+  best().widen_past_cache(out, in, count, dtype);
+}
 void narrow(void* out, const float* in, size_t count, DataType dtype) { best().narrow(out, in, count, dtype); }
+void narrow_past_cache(void* out, const float* in, size_t count, DataType dtype) {
+  best().narrow_past_cache(out, in, count, dtype);
+}
 void copy_bytes(void* out, const void* in, size_t bytes) { best().copy(out, in, bytes); }
 void copy_past_cache(void* out, const void* in, size_t bytes) { best().copy_past_cache(out, in, bytes); }
 

@@ -25,7 +25,9 @@ bool divide_past_cache(void* out, const void* in, size_t count, DataType, int di
 
 // float32 <-> float16 or bfloat16.
 void widen(float* out, const void* in, size_t count, DataType);
+void widen_past_cache(float* out, const void* in, size_t count, DataType);
 void narrow(void* out, const float* in, size_t count, DataType);
+void narrow_past_cache(void* out, const float* in, size_t count, DataType);
 
 // Bytes that do not overlap; null pointers are fine if there are none.
 void copy_bytes(void* out, const void* in, size_t bytes);
@@ -37,7 +39,9 @@ struct KernelTable {
   bool (*divide)(void* out, const void* in, size_t count, DataType, int divisor);
   bool (*divide_past_cache)(void* out, const void* in, size_t count, DataType, int divisor);
   void (*widen)(float* out, const void* in, size_t count, DataType);
+  void (*widen_past_cache)(float* out, const void* in, size_t count, DataType);
   void (*narrow)(void* out, const float* in, size_t count, DataType);
+  void (*narrow_past_cache)(void* out, const float* in, size_t count, DataType);
   void (*copy)(void* out, const void* in, size_t bytes);
   void (*copy_past_cache)(void* out, const void* in, size_t bytes);
 };

@@ -286,20 +286,27 @@ void copy_past_cache(void* out, const void* in, size_t bytes) {
   finish_streaming();
 }
 
-// Tiles are made in the first-level cache, and all but the first begin where a line does.
-template <class T>
-bool divide_tiles_past_cache(T* out, const T* in, size_t count, int divisor) {
-  alignas(line_bytes) T quotients[tile];
-  bool finite = true;
+// Tiles are made in the first-level cache, by `make(tile, at, how_many)`; all but the first begin where a line does.
+template <class T, class Make>
+void stream_tiles(T* out, size_t count, const Make& make) {
+  alignas(line_bytes) T made[tile];
   for (size_t at = 0, now; at < count; at += now) {
     const size_t before_line = up_to_line(out + at);
     now = before_line ? before_line : tile;
     if (now > count - at) now = count - at;
-    divide_all(quotients, in + at, now, divisor);
-    finite &= are_finite(quotients, now);
-    stream(out + at, quotients, now * sizeof(T));
+    make(made, at, now);
+    stream(out + at, made, now * sizeof(T));
   }
   finish_streaming();
+}
+
+template <class T>
+bool divide_tiles_past_cache(T* out, const T* in, size_t count, int divisor) {
+  bool finite = true;
+  stream_tiles(out, count, [&](T* quotients, size_t at, size_t now) {
+    divide_all(quotients, in + at, now, divisor);
+    finite &= are_finite(quotients, now);
+  });
   return finite;
 }
 
@@ -323,6 +330,20 @@ void narrow(void* out, const float* in, size_t count, DataType dtype) {
   dtype == DataType::float16 ? narrow_all<Float16>(halves, in, count) : narrow_all<Bfloat16>(halves, in, count);
 }
 
+void widen_past_cache(float* out, const void* in, size_t count, DataType dtype) {
+  const auto* halves = static_cast<const uint16_t*>(in);
+  stream_tiles(out, count, [&](float* made, size_t at, size_t now) {
+    SYNCLINE_KERNELS::widen(made, halves + at, now, dtype);
+  });
+}
+
+void narrow_past_cache(void* out, const float* in, size_t count, DataType dtype) {
+  auto* halves = static_cast<uint16_t*>(out);
+  stream_tiles(halves, count, [&](uint16_t* made, size_t at, size_t now) {
+    SYNCLINE_KERNELS::narrow(made, in + at, now, dtype);
+  });
+}
+
 // A plain loop. The C library would use `rep movsb` for these lengths, which on some processors is several times
 // slower for unlucky pairs of addresses.
 void copy_bytes(void* out, const void* in, size_t bytes) {
@@ -335,7 +356,8 @@ void copy_bytes(void* out, const void* in, size_t bytes) {
 }  // namespace
 
 extern const KernelTable table;
-const KernelTable table = {fold, divide, divide_past_cache, widen, narrow, copy_bytes, copy_past_cache};
+const KernelTable table = {fold,   divide,     divide_past_cache, widen, widen_past_cache,
+                           narrow, narrow_past_cache, copy_bytes, copy_past_cache};
 
 }  // namespace SYNCLINE_KERNELS
 }  // namespace syncline

@@ -13,7 +13,7 @@ using namespace syncline::test;
 namespace {
 
 constexpr DataType halves[] = {DataType::float16, DataType::bfloat16};
-constexpr size_t lengths[] = {0, 1, 7, 255, 256, 257, 1023, 1024, 1025, 4095, 4097, 20'001};
+constexpr size_t lengths[] = {0, 1, 7, 255, 256, 257, 1023, 1024, 1025, 4095, 4097, 20'001, (1 << 20) + 33};
 
 bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
 

@@ -119,6 +119,24 @@ TEST(a_division_past_the_cache_equals_a_plain_one) {
   });
 }
 
+TEST(half_conversions_past_the_cache_equal_plain_ones) {
+  for_each_table([](const KernelTable& table) {
+    for (const DataType dtype : {DataType::float16, DataType::bfloat16})
+      for (const size_t start : {0, 1, 7, 31})
+        for (const size_t count : {0, 1, 15, 31, 32, 1023, 1024, 1040, 2500}) {
+          std::vector<float> in(2600), wide(2600, -7.0f), expected_wide(2600, -7.0f);
+          std::vector<uint16_t> halves(2600, 0xabcd), expected(2600, 0xabcd);
+          fill_wild(in.data(), count, DataType::float32, count);
+          table.narrow(expected.data() + start, in.data(), count, dtype);
+          table.narrow_past_cache(halves.data() + start, in.data(), count, dtype);
+          CHECK(halves == expected);
+          table.widen(expected_wide.data() + start, halves.data() + start, count, dtype);
+          table.widen_past_cache(wide.data() + start, halves.data() + start, count, dtype);
+          CHECK(std::memcmp(wide.data(), expected_wide.data(), wide.size() * sizeof(float)) == 0);
+        }
+  });
+}
+
 TEST(half_conversions_equal_their_twins) {
   for_each_table([](const KernelTable& table) {
     for (const DataType dtype : {DataType::float16, DataType::bfloat16}) {

@@ -13,7 +13,7 @@ import syncline
 from support.codec_cases import flat_parts
 from syncline.codecs.answers import answer_to, converse
 from syncline.codecs.codec import Place
-from syncline.codecs.conversation import Mean
+from syncline.codecs.conversation import Exchange, Gather, Mean
 from syncline.codecs.registry import codec_of
 from syncline.fabric.base import Pending
 
@@ -47,6 +47,36 @@ def test_a_mean_of_16_bit_values_travels_in_16_bits_whatever_collective_is_named
     for mean, sent in answers:
         assert torch.equal(mean, exact.to(dtype))
         assert sent <= 2 * 2 * LENGTH * (world - 1) / world + headers
+
+
+def heard(fabric: syncline.Fabric, is_spread: bool, most: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """What a rank hears from all: parts of its own length, of which some have none, and messages of any length."""
+    if is_spread:
+        fabric.hosts = tuple((rank,) for rank in range(fabric.world))
+    post = fabric.post
+
+    def watching(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
+        most.append(len(receives))
+        return post(sends, receives)
+
+    fabric.post = watching
+    parts = [torch.full((3 * to,), 10 * fabric.rank + to, dtype=torch.uint8) for to in range(fabric.world)]
+    for_me = answer_to(Exchange(parts), fabric, "auto")
+    fabric.post = post
+    message = torch.full((5 * fabric.rank,), fabric.rank, dtype=torch.uint8)
+    return for_me, answer_to(Gather(message), fabric, "auto")
+
+
+@pytest.mark.parametrize("is_spread", [False, True], ids=["one host", "many hosts"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_rank_hears_the_part_that_is_for_it_and_all_messages(world: int, is_spread: bool) -> None:
+    most: list[int] = []
+    answers = syncline.run(partial(heard, is_spread=is_spread, most=most), ranks=world, fabric="threads")
+    for rank, (parts, messages) in enumerate(answers):
+        assert [part.tolist() for part in parts] == [[10 * source + rank] * 3 * rank for source in range(world)]
+        assert [message.tolist() for message in messages] == [[source] * 5 * source for source in range(world)]
+    if world > 2:
+        assert (max(most) > 1) != is_spread  # between hosts, one at a time
 
 
 def said_of_integers(fabric: syncline.Fabric) -> int:

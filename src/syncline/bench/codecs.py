@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.buckets.heap import keep_freed_memory
 from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Question, answers_to
@@ -87,6 +88,7 @@ def measure_codecs(nbytes: int, world: int, repeats: int, tell: Callable[[str], 
     """All of them, on one thread."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
+    keep_freed_memory(nbytes)  # as in training
     speeds = []
     for text in MEASURED:
         tell(text)
@@ -121,21 +123,20 @@ def without_native() -> Iterator[None]:
 
 
 def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[Trial, Trial]:
-    """Natively and in torch, by turns.
+    """Natively and in torch, by turns, and each as often first: whoever is second finds memory that is in use already.
 
     Both are given the same gradients, and the first step, which is not timed, must have the same answer.
     """
     side = int(numel**0.5)
     shapes = [torch.Size([side, side]), torch.Size([numel - side * side])]
     parts = (Part("matrix", 0, side * side, shapes[0]), Part("rest", side * side, numel, shapes[1]))
-    ours, theirs = Trial.begin(codec, parts, world), Trial.begin(codec, parts, world)
+    ours, theirs = (Trial.begin(codec, parts, world, is_native) for is_native in (True, False))
     for step in range(repeats + 1):
         gradients = [torch.randn(numel) for _ in range(world)]
-        answer = ours.run([gradient.clone() for gradient in gradients], step)
-        with without_native():
-            expected = theirs.run(gradients, step)
+        turns = (ours, theirs) if step % 2 else (theirs, ours)
+        answers = {id(trial): trial.run([gradient.clone() for gradient in gradients], step) for trial in turns}
         if step == 0:
-            check_answers(codec, answer, expected)
+            check_answers(codec, answers[id(ours)], answers[id(theirs)])
     return ours, theirs
 
 
@@ -159,6 +160,7 @@ class Trial:
     """A codec at work in all ranks, and what it keeps between steps."""
 
     codec: Codec
+    is_native: bool  # or all of torch
     parts: tuple[Part, ...]
     states: list[State]
     kept: list[Tensor]
@@ -167,15 +169,16 @@ class Trial:
     positions: str = ""  # how it wrote those of chosen entries
 
     @classmethod
-    def begin(cls, codec: Codec, parts: tuple[Part, ...], world: int) -> Trial:
+    def begin(cls, codec: Codec, parts: tuple[Part, ...], world: int, is_native: bool = True) -> Trial:
         """Nothing is kept yet."""
         states = [Coded.begin(codec, parts, torch.device("cpu"), feeds_back=False).state for _ in range(world)]
-        return cls(codec, parts, states, [torch.zeros(parts[-1].hi) for _ in range(world)], [])
+        return cls(codec, is_native, parts, states, [torch.zeros(parts[-1].hi) for _ in range(world)], [])
 
     def run(self, gradients: list[Tensor], step: int) -> Tensor:
         """One step; returns the mean."""
         out = torch.full_like(gradients[0], torch.nan)  # memory in use, as in training
-        encode, decode, asked = time_step(self.codec, gradients, self.kept, self.states, step, self.parts, out)
+        with nullcontext() if self.is_native else without_native():
+            encode, decode, asked = time_step(self.codec, gradients, self.kept, self.states, step, self.parts, out)
         self.timings.append((encode, decode))
         self.wire = sum(question.wire_bytes(len(gradients)) for question in asked)
         self.positions = "".join(map(positions_in, asked))

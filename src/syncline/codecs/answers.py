@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,23 +78,37 @@ def mean_of(tensor: Tensor, fabric: Fabric, collective: str) -> Tensor:
 
 
 def gather(question: Gather, fabric: Fabric) -> list[Tensor]:
-    """Messages of any lengths: the lengths first, then as many words as the longest has."""
-    message = question.message
+    """Messages of any lengths: first the lengths, then from rank to rank, or on one host as much as the longest has."""
+    message = question.message.to(fabric.device)
     lengths = [len(message)] * fabric.world
     if not question.fixed:
         lengths = fabric.all_gather(torch.tensor([len(message)], device=fabric.device)).flatten().tolist()
+    if len(fabric.hosts) > 1:
+        return swap([message] * fabric.world, lengths, fabric)
     words = torch.zeros(-(-max(lengths) // WORD_BYTES), dtype=torch.int64, device=fabric.device)
-    words.view(torch.uint8)[: len(message)] = message.to(fabric.device)
+    words.view(torch.uint8)[: len(message)] = message
     rows = fabric.all_gather(words).view(torch.uint8)
     return [row[:length] for row, length in zip(rows.view(fabric.world, -1), lengths, strict=True)]
 
 
 def exchange(question: Exchange, fabric: Fabric) -> list[Tensor]:
     """Parts go straight to their ranks. Those for this rank are as long as its own part for itself."""
-    own = question.parts[fabric.rank]
-    taken = [own if rank == fabric.rank else torch.empty_like(own) for rank in range(fabric.world)]
-    others = [rank for rank in range(fabric.world) if rank != fabric.rank]
-    receives = [(taken[rank], rank) for rank in others if len(own)]
-    sends = [(question.parts[rank].contiguous(), rank) for rank in others if len(question.parts[rank])]
-    fabric.post(sends, receives).wait()
+    return swap(question.parts, [len(question.parts[fabric.rank])] * fabric.world, fabric)
+
+
+def swap(parts: Sequence[Tensor], lengths: Sequence[int], fabric: Fabric) -> list[Tensor]:
+    """Give every rank its part, and take from each as much as is known that it has.
+
+    Between hosts a rank hears one other at a time: several would fill the queue of its link, and what does not fit into
+    that is lost and sent again.
+    """
+    taken = [parts[rank].new_empty(length) for rank, length in enumerate(lengths)]
+    taken[fabric.rank] = parts[fabric.rank]
+    at_once = 1 if len(fabric.hosts) > 1 else max(fabric.world - 1, 1)
+    for first in range(1, fabric.world, at_once):
+        turns = range(first, min(first + at_once, fabric.world))
+        to = [(fabric.rank + turn) % fabric.world for turn in turns]
+        source = [(fabric.rank - turn) % fabric.world for turn in turns]
+        sends = [(parts[rank].contiguous(), rank) for rank in to if len(parts[rank])]
+        fabric.post(sends, [(taken[rank], rank) for rank in source if len(taken[rank])]).wait()
     return taken
