@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from statistics import mean
 from typing import Any, ClassVar
 
@@ -266,16 +266,16 @@ def network(width: int, seed: int) -> nn.Sequential:
 
 
 def learn(
-    fabric: syncline.Fabric, pupil: nn.Module, teacher: nn.Module, codec: str | Codec, steps: int
+    fabric: syncline.Fabric, pupil: nn.Module, teacher: nn.Module, codec: str | Codec, steps: int, rate: float
 ) -> tuple[list[int], float]:
     """Digests of the weights, and the loss on inputs that no rank has seen."""
     pupil = copy.deepcopy(pupil)
     chosen = codec_of(codec)
-    optimizer = torch.optim.SGD(pupil.parameters(), lr=0.05, momentum=momentum_for(chosen))
+    optimizer = torch.optim.SGD(pupil.parameters(), lr=rate, momentum=momentum_for(chosen))
     syncline.Sync(pupil, optimizer, fabric=fabric, codec=chosen, bucket_bytes=2000, first_bucket_bytes=500)
     for step in range(steps):
         if step == 3 * steps // 4:
-            optimizer.param_groups[0]["lr"] = 0.005
+            optimizer.param_groups[0]["lr"] = rate / 10
         x, y = lesson(teacher, 16, 10 * step + fabric.rank, fabric.rank % 2)
         optimizer.zero_grad()
         (pupil(x) - y).square().mean().backward()
@@ -296,8 +296,9 @@ def lesson(teacher: nn.Module, count: int, seed: int, half: int) -> tuple[Tensor
     return x, teacher(x).detach() + NOISE * noise
 
 
-def taught(codec: str | Codec, seed: int, steps: int, ranks: int) -> list[tuple[list[int], float]]:
-    work = partial(learn, pupil=network(32, seed), teacher=network(24, 100 + seed), codec=codec, steps=steps)
+def taught(codec: str | Codec, seed: int, steps: int, ranks: int, rate: float = 0.05) -> list[tuple[list[int], float]]:
+    pupil, teacher = network(32, seed), network(24, 100 + seed)
+    work = partial(learn, pupil=pupil, teacher=teacher, codec=codec, steps=steps, rate=rate)
     return syncline.run(work, ranks=ranks, fabric="threads")
 
 
@@ -314,24 +315,24 @@ def test_ranks_that_differ_in_a_bit_are_seen(codec: Codec) -> None:
     assert others != [first, first]
 
 
-def mean_loss(codec: str | Codec) -> float:
-    return mean(taught(codec, seed, 300, 2)[0][1] for seed in range(3))
-
-
-@pytest.fixture(scope="module")
-def dense() -> float:
-    return mean_loss("none")
+@cache
+def mean_loss(codec: str | Codec, rate: float = 0.05) -> float:
+    return mean(taught(codec, seed, 300, 2, rate)[0][1] for seed in range(3))
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "codec", quick_and_slow(("int8", "onebit", "topk:0.1", "powersgd:4", "dgc:0.1"), quick=("topk:0.1",))
-)
-def test_a_real_task_is_learned_as_well_as_without_a_codec(codec: str, dense: float) -> None:
-    assert mean_loss(codec) < 1.05 * dense
+@pytest.mark.parametrize("codec", quick_and_slow(("int8", "topk:0.1", "powersgd:4", "dgc:0.1"), quick=("topk:0.1",)))
+def test_a_real_task_is_learned_as_well_as_without_a_codec(codec: str) -> None:
+    assert mean_loss(codec) < 1.05 * mean_loss("none")
+
+
+@pytest.mark.slow
+def test_signs_learn_as_well_at_a_rate_that_is_not_at_the_edge() -> None:
+    """Their steps come late, which with momentum is unstable at a high rate (docs/codecs.md)."""
+    assert mean_loss("onebit", 0.02) < 1.05 * mean_loss("none", 0.02)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", [Alone()], ids=["alone"])
-def test_a_codec_with_a_fault_learns_less(codec: Codec, dense: float) -> None:
-    assert mean_loss(codec) > 1.05 * dense
+def test_a_codec_with_a_fault_learns_less(codec: Codec) -> None:
+    assert mean_loss(codec) > 1.05 * mean_loss("none")
