@@ -85,6 +85,7 @@ class Pipeline:
     """Starts buckets in order and waits for them."""
 
     waits_for_ranks = True  # that produce the same bucket
+    keeps = False  # something from pass to pass
 
     def __init__(self, fabric: Fabric, collective: str, recorder: Recorder) -> None:
         self.fabric = fabric
@@ -146,6 +147,8 @@ class Pipeline:
 class CodecPipeline(Pipeline):
     """Sends what a codec makes of a bucket. One thread does it all, so passes follow each other in order."""
 
+    keeps = True
+
     def __init__(
         self, fabric: Fabric, collective: str, recorder: Recorder, codec: Codec, seed: int, units: Callable[[], Units]
     ) -> None:
@@ -198,8 +201,10 @@ class CodecPipeline(Pipeline):
         place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts, coding.units.loss_scale)
         own = coded.correct(work, place)
         dense = self.mean_of_some(work) if self.watch.is_due(step) else None
+        beyond = None
         if coded.feedback is not None:
             coded.feedback.add_to(work, coding.units)
+            beyond = take_beyond(work, side.values.dtype)
         self.talk.collect(work)
         if not has_room(work, self.fabric.world):
             side.bad.fill_(1)
@@ -208,6 +213,8 @@ class CodecPipeline(Pipeline):
         staged = coded.state | own
         codec = Timed(self.codec, looks=dense is not None)
         coding.decoder, coding.said = self.talk.carry(codec, work, staged, place)
+        if beyond is not None:
+            work += beyond
         coding.staged = own | staged  # of those who do not talk only their own is left
         coding.encode_ns = codec.spent_ns
         if dense is not None:
@@ -240,7 +247,8 @@ class CodecPipeline(Pipeline):
         for flight in narrow:
             assert flight.coding is not None
             self.decode(flight, torch.empty_like(flight.coding.work))
-        return all(is_finite(flight.side.values) for flight in narrow)
+            flight.side.bad.fill_(not is_finite(flight.side.values))
+        return not any(flight.side.bad.item() for flight in narrow)
 
     def decode(self, flight: Flight, out: Tensor) -> None:
         """Write the mean, by way of float32."""
@@ -258,10 +266,11 @@ class CodecPipeline(Pipeline):
         """Keep what was not sent, and write the mean where that has not been done."""
         coding, coded = flight.coding, self.coded_of(flight.bucket)
         assert coding is not None
-        coded.state = coding.staged
+        unused = unused_in(flight)
+        coded.state = coding.staged | {key: t for key, t in coded.state.items() if key.rpartition("/")[0] in unused}
         left = float(coding.work.norm()) if coding.sample is not None and coded.feedback is not None else None
         if coded.feedback is not None:
-            coded.feedback.commit(coding.work, coding.units)
+            coded.feedback.commit(coding.work, coding.units, unused)
         if coding.decoder is not None:
             self.decode(flight, coding.work)
         if coding.sample is not None:
@@ -292,6 +301,26 @@ def note_applied(flights: Sequence[Flight]) -> None:
     for flight in flights:
         assert flight.span is not None
         flight.span.applied_ns = now_ns
+
+
+def unused_in(flight: Flight) -> set[str]:
+    """Parameters that no rank had a gradient of: nobody is given a mean, so what was kept of them stays."""
+    flags = flight.side.flags.tolist()
+    return {slot.name for slot, flag in zip(flight.bucket.slots, flags, strict=True) if not flag > 0}
+
+
+def take_beyond(values: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Leave what gradients of this type can hold; what is beyond that, to be kept, or None.
+
+    Otherwise a mean with what was kept might never fit, and with it none of the steps to come.
+    """
+    most = torch.finfo(dtype).max
+    if values.dtype == dtype or not most < float(values.abs().max()) < torch.inf:
+        return None
+    within = values.clamp(-most, most)
+    beyond = values - within
+    values.copy_(within)
+    return beyond
 
 
 def to_be_kept(coded: Coded, left: Tensor, staged: State) -> list[Tensor]:

@@ -299,16 +299,21 @@ class Sync:
             problem = self.driver.before_round() if self.driver is not None else ""
             if self.reducer is not None:
                 self.membership.refuse_replaced(chain(self.reducer.layout.slots, self.reducer.layout.sparse))
-            self.skips = self.skipping.judge(problem)
+            self.skips = bool(problem) if self._scaler_judges() else self.skipping.judge(problem)
         if self._skips(optimizer) or (self.driver is not None and self.driver.withholds):
             self.withheld.withhold(p for group in optimizer.param_groups for p in group["params"])
+
+    def _scaler_judges(self) -> bool:
+        """Whether each optimizer's gradients are right or not by themselves, and a GradScaler looks at them."""
+        is_asked = self.scaler is not None and self.settings.nonfinite == "skip"
+        return is_asked and self.driver is not None and not self.driver.spoils_all
 
     def _skips(self, optimizer: Optimizer) -> bool:
         """Whether the step that is skipped is also this optimizer's: a GradScaler judges each by its own gradients.
 
         They are looked at as they are now, because what was clipped together with an infinity may be NaN.
         """
-        if not self.skips or self.scaler is None or self.driver is None or self.driver.spoils_all:
+        if not self.skips or not self._scaler_judges():
             return self.skips
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         return bool(first_not_finite(("a gradient", gradient) for gradient in gradients))

@@ -139,6 +139,8 @@ def failing(fabric) -> None:
 def test_ranks_run_on_hosts_and_their_errors_come_back():
     needs_hosts()
     with hosts(2, "1gbit"):
+        with pytest.raises(ConfigError, match="in use by another run"), hosts(2, "1gbit"):
+            pass
         assert all(0 < sent < 100_000 for _, sent in run_processes(sent_here, 2, OnHosts()))
         with pytest.raises(SynclineError, match="on a host that is broken"):
             run_processes(failing, 2, OnHosts())

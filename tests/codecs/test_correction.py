@@ -239,3 +239,16 @@ def test_masking_between_hosts_is_refused() -> None:
     error = next(iter(caught.value.failures.values()))
     assert isinstance(error, PairingError)
     assert "masking=false" in str(error)
+
+
+def twice_before_a_step(fabric: syncline.Fabric) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    syncline.Sync(model, optimizer, fabric=fabric, codec="dgc")
+    for _ in range(2):
+        model(torch.ones(2, 3) + fabric.rank).sum().backward()
+
+
+def test_momentum_of_momentum_is_refused() -> None:
+    with pytest.raises(RankFailed, match=r"momenta by now.*accumulate=N"):
+        syncline.run(twice_before_a_step, ranks=2, fabric="threads")

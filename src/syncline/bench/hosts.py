@@ -6,6 +6,7 @@ Needs root and iproute2. Traffic stays inside this machine, and everything is re
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncline.errors import ConfigError, SynclineError
+from syncline.fabric.deadlines import Deadlines
 from syncline.launch.torch import TorchProcesses
 
 if TYPE_CHECKING:
@@ -42,11 +44,23 @@ def hosts(count: int, rate: str) -> Iterator[Hosts]:
     if reason := why_not():
         raise ConfigError(f"hosts cannot be emulated here: {reason}")
     made = Hosts(count)
-    try:
-        made.up(rate)
-        yield made
-    finally:
-        made.down()
+    with only_user():
+        try:
+            made.up(rate)
+            yield made
+        finally:
+            made.down()
+
+
+@contextmanager
+def only_user() -> Iterator[None]:
+    """There is one set of hosts, and making them begins with removing what a run that was killed has left."""
+    with Path("/run/syncline-hosts.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError("emulated hosts are in use by another run on this machine; wait for its end") from None
+        yield
 
 
 class Hosts:
@@ -135,7 +149,7 @@ class OnHosts:
 
     def prepare(self, world: int) -> tuple[Join, Callable[[], None]]:
         """They meet in a file, and talk over their links."""
-        join, clean_up = TorchProcesses().prepare(world)
+        join, clean_up = TorchProcesses(deadlines=Deadlines(60.0, join=60.0)).prepare(world)
         return JoinOnHost(join), clean_up
 
 

@@ -43,6 +43,7 @@ class Shape:
     accumulate: int = 1
     lags_after: int | None = None  # passes from which on backward returns the gradients of the pass before
     fixed: bool = False  # buckets follow the order of registration and not that of the first pass
+    corrects: bool = False  # gradients become momenta on their way, so means are no gradients to add to
 
 
 class Reducer:
@@ -138,6 +139,7 @@ class Reducer:
         """Get ready for the gradients of a pass."""
         self.refuse_broken()
         self.refuse_what_lags_badly()
+        self.refuse_momentum_of_momentum()
         self.complete_abandoned()
         if not synchronizes:
             self.has_unsent = True
@@ -165,6 +167,15 @@ class Reducer:
             raise ConfigError(
                 "a second backward pass came before the optimizer's step; with mode=delayed say accumulate=N, or wrap "
                 "all but the last in sync.no_sync()"
+            )
+
+    def refuse_momentum_of_momentum(self) -> None:
+        """Gradients of another pass that are added to means would not be told from those."""
+        if self.shape.corrects and self.passes > self.passes_before_step and self.still_has_means():
+            raise ConfigError(
+                "a second backward pass came before the optimizer's step, and the first one's gradients are momenta by "
+                "now, of which the codec would make momenta again; say accumulate=N, or wrap all but the last in "
+                "sync.no_sync()"
             )
 
     def still_has_means(self) -> bool:
@@ -265,6 +276,7 @@ class Reducer:
         if current.unfrozen:
             before = len(self.layout.buckets)
             self.layout.adopt_unfrozen(current.unfrozen)
+            self.layout.turn_for(current.number)
             self.sender.send_from(before, current)
         is_good = partial(lambda flights: read_verdict(flights).is_good, current.flights)
         current.ending = self.pipeline.finish(current.flights, is_good)

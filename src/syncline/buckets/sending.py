@@ -7,6 +7,7 @@ from syncline.buckets.layout import Layout
 from syncline.buckets.passes import Pass, write_verdict
 from syncline.errors import LateGradient
 from syncline.fabric.base import Fabric
+from syncline.guards.finite import first_not_finite
 from syncline.guards.hangs import Doing
 from syncline.pipeline import Pipeline
 
@@ -68,11 +69,19 @@ class Sender:
         if bucket is self.layout.judged:
             current.unfrozen = self.layout.unfrozen()
             failed = current.failed or current.is_tainted
+            if self.pipeline.keeps and not self.sparse_are_finite(current):
+                bucket.side.bad.fill_(1)  # what a codec keeps is kept before sparse gradients are averaged
             write_verdict(bucket, self.fabric.rank, failed, current.turn, current.late, bool(current.unfrozen))
         current.flights.append(self.pipeline.start(current.number, bucket))
         current.next_bucket += 1
         current.produced += not current.failed
         self.tell(current, Doing.FAILED if current.failed else Doing.BACKWARD)
+
+    def sparse_are_finite(self, current: Pass) -> bool:
+        """Whether this rank's are."""
+        takes = current.has_data and not current.failed
+        named = [(slot.name, slot.parameter.grad) for slot in self.layout.sparse if slot.parameter.grad is not None]
+        return not takes or not first_not_finite(named)
 
     def tell(self, current: Pass, doing: Doing) -> None:
         """How far this rank is, for those who may have to explain why they wait."""

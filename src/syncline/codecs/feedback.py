@@ -7,7 +7,7 @@ In a step with a learning rate of 0 nothing that was kept is sent, because it wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,10 +46,10 @@ class Feedback:
         now = worth_of(name, units)
         return self.worth.get(name, now) / now if now else 0.0
 
-    def commit(self, left: Tensor, units: Units) -> None:
+    def commit(self, left: Tensor, units: Units, unused: Container[str] = ()) -> None:
         """Keep what was not sent, of gradients that were worth this much."""
         for part in self.parts:
-            if now := worth_of(part.name, units):
+            if part.name not in unused and (now := worth_of(part.name, units)):
                 self.kept[part.lo : part.hi] = left[part.lo : part.hi]
                 self.worth[part.name] = now
 

@@ -75,8 +75,9 @@ class Exchange:
             if not contributes:
                 bucket.side.values.zero_()
             bucket.side.tail.zero_()
+            bucket.side.flags.fill_(1)
             if bucket is fragment.buckets[-1]:
-                write_verdict(bucket, self.fabric.rank, failed=False, turn=int(contributes))
+                write_verdict(bucket, self.fabric.rank, False, int(contributes), late=has_data and not contributes)
         fragment.flights = [self.pipeline.start(self.rounds, bucket) for bucket in fragment.buckets]
         is_used = partial(lambda flights: read_verdict(flights).is_good, fragment.flights)
         fragment.ending = self.pipeline.finish(fragment.flights, is_used)

@@ -40,7 +40,10 @@ class GradientDriver(Driver):
         sparse = sparse_names(replica.model)
         if self.lags and sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which mode=delayed cannot delay; use mode=sync")
-        shape = Shape(settings.first_bucket_bytes, settings.bucket_bytes, settings.accumulate, lags_after)
+        corrects = settings.codec.correction is not None
+        shape = Shape(
+            settings.first_bucket_bytes, settings.bucket_bytes, settings.accumulate, lags_after, corrects=corrects
+        )
         # What is under way while ranks compare themselves or settle their buffers needs an order of its own.
         fabric = replica.fabric.sibling() if self.lags else replica.fabric
         self.reducer = Reducer(

@@ -41,6 +41,7 @@ class Heard:
     contributed: bool  # this rank had
     bad: tuple[str, ...]  # parameters, of which one is too large on some rank
     means: dict[str, Tensor]  # by parameter, if there is nothing bad
+    astray: bool = False  # a rank has data, and nothing to say that can be used
 
     def copied(self) -> Heard:
         """With means that are nobody else's memory."""
@@ -220,8 +221,8 @@ class PeriodicDriver(Driver):
             torch.sub(self.anchors[slot.name], slot.parameter, out=slot.view)
 
     @torch.no_grad()
-    def arrive(self) -> tuple[int, ...]:
-        """Take in what all ranks have said; the ranks that had something to say."""
+    def arrive(self) -> bool:
+        """Take in what all ranks have said; whether any of them still has data."""
         heard, self.kept = self.kept or self.hear(), None
         self.skipped = self.skipping.judge(self.what_is_wrong(heard))
         if heard.active and not self.skipped:
@@ -232,7 +233,7 @@ class PeriodicDriver(Driver):
             self.settle_optimizers(is_left_out=not heard.contributed and not self.is_alone)
             self.replica.settle_buffers(heard.active[0])
             self.compare()
-        return heard.active
+        return bool(heard.active) or heard.astray
 
     def hear(self) -> Heard:
         """Wait for the fragment that is under way."""
@@ -243,13 +244,15 @@ class PeriodicDriver(Driver):
             self.exchange.pipeline.handed_out(fragment.flights)
         bad = [slot.name for bucket in fragment.buckets if bucket.number in verdict.bad for slot in bucket.slots]
         contributed = self.replica.fabric.rank in verdict.active
-        return Heard(verdict.active, contributed, tuple(bad), {slot.name: slot.view for slot in fragment.slots})
+        return Heard(
+            verdict.active, contributed, tuple(bad), {slot.name: slot.view for slot in fragment.slots}, verdict.late
+        )
 
     def what_is_wrong(self, heard: Heard) -> str:
         """Why nothing comes of a meeting; empty if something does, or if nobody has data any more."""
         if heard.bad:
             return f"one of {some(heard.bad)} is too large on some rank to be added up with what its codec has kept"
-        return "" if heard.active or self.is_alone else "no rank has parameters that are finite and can be added up"
+        return "" if heard.active or not heard.astray else "no rank has parameters that are finite and can be added up"
 
     def take(self, heard: Heard) -> None:
         """Go where the ranks have agreed."""
