@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from syncline.bench.codecs import MEASURED, CodecSpeed, check_answers
+from syncline.bench.codecs import MEASURED, CodecSpeed, all_different, check_answers
 from syncline.bench.collectives import Results, Row
 from syncline.bench.contenders import CONTENDERS, NEEDS
 from syncline.bench.convergence import compare_codecs
@@ -158,6 +158,12 @@ def test_a_few_answers_may_hang_on_rounding_and_more_may_not():
     answer[:1000] *= -1
     with pytest.raises(SynclineError, match=r"onebit: 0\.0990 % of the native answer differ"):
         check_answers(codec_of("onebit"), answer, expected)
+
+
+def test_answers_are_compared_where_there_is_one_right_choice():
+    values = all_different(1_000_000)
+    assert len(values.abs().unique()) == len(values)
+    assert 0.4 < float((values > 0).float().mean()) < 0.6
 
 
 def test_steps_are_compared_turn_by_turn():

@@ -132,12 +132,18 @@ def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[Tria
     parts = (Part("matrix", 0, side * side, shapes[0]), Part("rest", side * side, numel, shapes[1]))
     ours, theirs = (Trial.begin(codec, parts, world, is_native) for is_native in (True, False))
     for step in range(repeats + 1):
-        gradients = [torch.randn(numel) for _ in range(world)]
+        gradients = [torch.randn(numel) if step else all_different(numel) for _ in range(world)]
         turns = (ours, theirs) if step % 2 else (theirs, ours)
         answers = {id(trial): trial.run([gradient.clone() for gradient in gradients], step) for trial in turns}
         if step == 0:
             check_answers(codec, answers[id(ours)], answers[id(theirs)])
     return ours, theirs
+
+
+def all_different(numel: int) -> Tensor:
+    """Magnitudes of which no two are equal, so that there is one right choice of the largest."""
+    magnitudes = torch.logspace(-10, 10, numel, base=2, dtype=torch.float64).float()
+    return magnitudes[torch.randperm(numel)] * (2 * torch.randint(0, 2, (numel,)) - 1)
 
 
 def check_answers(codec: Codec, answer: Tensor, expected: Tensor) -> None:
