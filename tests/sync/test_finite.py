@@ -193,18 +193,24 @@ def train_halves(fabric: syncline.Fabric, codec: str, largest: float) -> tuple[l
 
 
 @pytest.mark.parametrize("codec", ["topk:0.1", "topk:0.1,values=int8", "randomk:0.1", "dgc:0.1,warmup=0"])
-def test_a_mean_that_16_bits_cannot_hold_is_skipped_before_anything_is_kept(codec: str) -> None:
+def test_what_16_bits_cannot_hold_with_what_was_kept_is_sent_later(codec: str) -> None:
     """What was sent plus what was kept is the gradient, to the rounding of 16 bits."""
     work = partial(train_halves, codec=codec, largest=20000.0)
     ranks = syncline.run(work, WORLD, "threads", Deadlines(20.0))
-    made = [len(used) for used, _ in ranks]
-    assert 0 < made[0] < 40
-    assert made == [made[0]] * WORLD
+    assert [len(used) for used, _ in ranks] == [40] * WORLD
     if not codec.startswith("dgc"):  # which has momentum
         gradients = sum(gradient for used, _ in ranks for gradient, _ in used) / WORLD
         sent = sum(mean for _, mean in ranks[0][0])
         kept = sum(kept for _, kept in ranks) / WORLD
         torch.testing.assert_close(sent + kept, gradients, rtol=2**-10, atol=1.0)
+
+
+def test_a_mean_that_16_bits_cannot_hold_is_skipped_by_all() -> None:
+    """A codec that keeps nothing cannot send it later."""
+    work = partial(train_halves, codec="randomk:0.1,scaled=true,feedback=false", largest=9000.0)
+    made = [len(used) for used, _ in syncline.run(work, WORLD, "threads", Deadlines(20.0))]
+    assert 0 < made[0] < 40
+    assert made == [made[0]] * WORLD
 
 
 @pytest.mark.parametrize("codec", ["none", "fp16", "topk:1"])

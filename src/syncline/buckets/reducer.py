@@ -139,7 +139,8 @@ class Reducer:
         """Get ready for the gradients of a pass."""
         self.refuse_broken()
         self.refuse_what_lags_badly()
-        self.refuse_momentum_of_momentum()
+        if has_data:
+            self.refuse_momentum_of_momentum()
         self.complete_abandoned()
         if not synchronizes:
             self.has_unsent = True
