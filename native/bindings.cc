@@ -130,10 +130,10 @@ void bind_codecs(nb::module_& m) {
           codec_kernels().dequantize(at<float>(out), at<float>(scales), at<uint8_t>(codes), count, block, bits, How(how));
         }, "out"_a, "scales"_a, "codes"_a, "count"_a, "block"_a, "bits"_a, "how"_a, ReleaseGil());
   m.def("take_signs", [](uintptr_t scales, uintptr_t bits, uintptr_t values, size_t count, size_t block) {
-          take_signs(codec_kernels(), at<float>(scales), at<uint8_t>(bits), at<float>(values), count, block);
+          take_signs(codec_kernels(), at<uint16_t>(scales), at<uint8_t>(bits), at<float>(values), count, block);
         }, "scales"_a, "bits"_a, "values"_a, "count"_a, "block"_a, ReleaseGil());
   m.def("unpack_signs", [](uintptr_t out, uintptr_t scales, uintptr_t bits, size_t count, size_t block, int how) {
-          codec_kernels().unpack_signs(at<float>(out), at<float>(scales), at<uint8_t>(bits), count, block, How(how));
+          codec_kernels().unpack_signs(at<float>(out), at<uint16_t>(scales), at<uint8_t>(bits), count, block, How(how));
         }, "out"_a, "scales"_a, "bits"_a, "count"_a, "block"_a, "how"_a, ReleaseGil());
   m.def("select_largest", [](uintptr_t positions, uintptr_t values, size_t rows, size_t columns, size_t wanted) {
           select_largest(at<int64_t>(positions), at<float>(values), rows, columns, wanted);

@@ -33,7 +33,7 @@ void take_quantized(const CodecTable& table, float* scales, uint8_t* codes, floa
   });
 }
 
-void take_signs(const CodecTable& table, float* scales, uint8_t* bits, float* values, size_t count, size_t block) {
+void take_signs(const CodecTable& table, uint16_t* scales, uint8_t* bits, float* values, size_t count, size_t block) {
   for_blocks(count, block, [&](size_t at, size_t now) {
     table.pack_signs(scales + at / block, bits + at / 8, values + at, now, block);
     table.unpack_signs(values + at, scales + at / block, bits + at / 8, now, block, How::subtract);

@@ -15,9 +15,9 @@ struct CodecTable {
   void (*quantize)(float* scales, uint8_t* codes, const float* values, const float* noise, size_t count, size_t block, int bits);
   void (*dequantize)(float* out, const float* scales, const uint8_t* codes, size_t count, size_t block, int bits, How how);
 
-  // Signs, 1 for zero and above, and the mean magnitude of each block.
-  void (*pack_signs)(float* scales, uint8_t* bits, const float* values, size_t count, size_t block);
-  void (*unpack_signs)(float* out, const float* scales, const uint8_t* bits, size_t count, size_t block, How how);
+  // Signs, 1 for zero and above, and the mean magnitude of each block as a bfloat16.
+  void (*pack_signs)(uint16_t* scales, uint8_t* bits, const float* values, size_t count, size_t block);
+  void (*unpack_signs)(float* out, const uint16_t* scales, const uint8_t* bits, size_t count, size_t block, How how);
 
   // Writes the positions whose magnitude, as the bits of a float, is at least `least`; returns how many, at most `room`.
   size_t (*collect)(uint32_t* positions, size_t room, const float* values, size_t count, uint32_t least);
@@ -26,7 +26,7 @@ struct CodecTable {
 // A message, and what it says is taken away from the values: some at a time, while they are in the cache.
 void take_quantized(const CodecTable&, float* scales, uint8_t* codes, float* values, const float* noise, size_t count,
                     size_t block, int bits);
-void take_signs(const CodecTable&, float* scales, uint8_t* bits, float* values, size_t count, size_t block);
+void take_signs(const CodecTable&, uint16_t* scales, uint8_t* bits, float* values, size_t count, size_t block);
 
 const CodecTable& codec_kernels();                               // the best that this processor can run
 const CodecTable* const* codec_tables(int* num_tables);          // all that it can run; the first is portable

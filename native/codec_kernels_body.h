@@ -1,4 +1,5 @@
-// The kernels of codecs, compiled once per instruction set, as kernels_body.h is. Plain loops that the compiler vectorises.
+// The kernels of codecs, compiled once per instruction set, after kernels_body.h, whose Bfloat16 they use. Plain loops that
+// the compiler vectorises.
 #include <cmath>
 #include <cstring>
 
@@ -134,10 +135,16 @@ uint8_t eight_signs(const float* values) {
 #endif
 }
 
-void pack_signs(float* scales, uint8_t* bits, const float* values, size_t count, size_t block) {
+// What is too large becomes the largest one: a sum of magnitudes may be infinite where none of them is.
+uint16_t half_of(float magnitude) {
+  constexpr float most = 0x1.fep127f;
+  return Bfloat16::narrow(magnitude > most ? most : magnitude);
+}
+
+void pack_signs(uint16_t* scales, uint8_t* bits, const float* values, size_t count, size_t block) {
   for (size_t at = 0, number = 0; at < count; at += block, ++number) {
     const size_t now = smaller(block, count - at);
-    scales[number] = sum_of_magnitudes(values + at, now) / float(now);
+    scales[number] = half_of(sum_of_magnitudes(values + at, now) / float(now));
   }
   size_t i = 0;
   for (; i + 8 <= count; i += 8) bits[i / 8] = eight_signs(values + i);
@@ -149,11 +156,10 @@ void pack_signs(float* scales, uint8_t* bits, const float* values, size_t count,
 }
 
 // The sign bit of the scale is set where the sign is not: no branch, no multiplication. Blocks are multiples of eight.
-void unpack_signs(float* out, const float* scales, const uint8_t* bits, size_t count, size_t block, How how) {
+void unpack_signs(float* out, const uint16_t* scales, const uint8_t* bits, size_t count, size_t block, How how) {
   apply(out, count, how, [=](float* to, size_t at, size_t now) {
     for_each_block(at, now, block, [=](size_t from, size_t end, size_t number) {
-      uint32_t scale;
-      std::memcpy(&scale, scales + number, sizeof scale);
+      const uint32_t scale = bits_of(Bfloat16::widen(scales[number]));
       size_t i = from;
       for (; i + 8 <= end; i += 8) {
         const uint32_t eight = ~uint32_t(bits[i / 8]);

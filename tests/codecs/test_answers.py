@@ -79,6 +79,36 @@ def test_every_rank_hears_the_part_that_is_for_it_and_all_messages(world: int, i
         assert (max(most) > 1) != is_spread  # between hosts, one at a time
 
 
+def known_and_asked_for(fabric: syncline.Fabric, is_spread: bool) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    """Messages whose lengths are known, those whose are not, and how often ranks gathered something for each."""
+    if is_spread:
+        fabric.hosts = tuple((rank,) for rank in range(fabric.world))
+    counts = [0]
+    all_gather = fabric.all_gather
+
+    def counting(tensor: Tensor) -> Tensor:
+        counts[-1] += 1
+        return all_gather(tensor)
+
+    fabric.all_gather = counting
+    lengths = [7 * rank for rank in range(fabric.world)]
+    message = torch.full((lengths[fabric.rank],), fabric.rank, dtype=torch.uint8)
+    known = answer_to(Gather(message, lengths), fabric, "auto")
+    counts.append(0)
+    return known, answer_to(Gather(message), fabric, "auto"), counts
+
+
+@pytest.mark.parametrize("is_spread", [False, True], ids=["one host", "many hosts"])
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_lengths_that_are_known_are_not_asked_for(world: int, is_spread: bool) -> None:
+    for known, asked_for, counts in syncline.run(
+        partial(known_and_asked_for, is_spread=is_spread), ranks=world, fabric="threads"
+    ):
+        assert [message.tolist() for message in known] == [[source] * 7 * source for source in range(world)]
+        assert [message.tolist() for message in asked_for] == [message.tolist() for message in known]
+        assert counts == ([0, 1] if is_spread else [1, 2])
+
+
 def said_of_integers(fabric: syncline.Fabric) -> int:
     values = torch.randn(4 * 2560, generator=torch.Generator().manual_seed(fabric.rank))
     place = Place(fabric.rank, fabric.world, 0, 0, flat_parts(len(values)))

@@ -155,7 +155,8 @@ def test_a_corrupt_scale_stays_in_its_block(bits: int, block: int, scale: float)
     """It is a number like any other, so it is not refused."""
     message, decode, twin = coded(bits, block)
     good, broken = twin(message), Guarded(torch.zeros(NUMEL))
-    message[8:12] = torch.tensor([scale]).view(torch.uint8)  # of the third block
+    dtype = torch.bfloat16 if bits == 1 else torch.float32
+    message[: 3 * dtype.itemsize].view(dtype)[2] = scale  # of the third block
     decode(message, broken.values)
     broken.check()
     assert torch.equal(broken.values.isnan(), twin(message).isnan())

@@ -78,10 +78,10 @@ def mean_of(tensor: Tensor, fabric: Fabric, collective: str) -> Tensor:
 
 
 def gather(question: Gather, fabric: Fabric) -> list[Tensor]:
-    """Messages of any lengths: first the lengths, then from rank to rank, or on one host as much as the longest has."""
+    """First their lengths, unless they are known; then from rank to rank, or on one host as much as the longest has."""
     message = question.message.to(fabric.device)
-    lengths = [len(message)] * fabric.world
-    if not question.fixed:
+    lengths = question.lengths
+    if lengths is None:
         lengths = fabric.all_gather(torch.tensor([len(message)], device=fabric.device)).flatten().tolist()
     if len(fabric.hosts) > 1:
         return swap([message] * fabric.world, lengths, fabric)

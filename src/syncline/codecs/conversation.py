@@ -4,7 +4,7 @@ A codec is a generator that yields questions and is sent the answers, so it can 
 lets the conversations of all ranks answer each other.
 
     Mean(x)            the mean over ranks; 16-bit tensors travel as such and are summed in fp32
-    Gather(message)    every rank's message, in order of rank; lengths may differ unless `fixed`
+    Gather(message)    every rank's message, in order of rank; their lengths may differ, and may be known
     Exchange(parts)    every rank's part for me, in order of rank; the part for a rank has one length on all ranks
 """
 
@@ -39,7 +39,7 @@ class Gather:
     """Answered with every rank's message of bytes."""
 
     message: Tensor
-    fixed: bool = False  # the length is the same on every rank
+    lengths: Sequence[int] | None = None  # of every rank's message, where they are known: they need not be asked for
     has_entries: bool = False  # the message is one of `entries.py`, with positions
 
     def said_bytes(self, rank: int) -> int:

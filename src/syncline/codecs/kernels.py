@@ -14,7 +14,7 @@ from torch import Tensor
 
 from syncline.codecs import entries, twins
 from syncline.codecs.entries import FORMS
-from syncline.codecs.twins import SCALE_BYTES, expect_length, scaled_bytes
+from syncline.codecs.twins import expect_length, scaled_bytes, scales_bytes
 
 try:
     from syncline import _native as found
@@ -48,7 +48,7 @@ def take_quantized(values: Tensor, block: int, bits: int, noise: Tensor | None) 
         values.sub_(twins.dequantize(message, values.numel(), block, bits))
         return message
     count = values.numel()
-    head = -(-count // block) * SCALE_BYTES
+    head = scales_bytes(count, block, bits)
     message = torch.empty(scaled_bytes(count, block, bits), dtype=torch.uint8)
     start = message.data_ptr()
     drawn = 0 if noise is None else noise.data_ptr()
@@ -62,7 +62,7 @@ def dequantize(message: Tensor, out: Tensor, block: int, bits: int, how: How = "
     if not runs_natively(message, out) or out.dtype != torch.float32:
         HOWS[how](out, twins.dequantize(message, numel, block, bits))
         return
-    head = -(-numel // block) * SCALE_BYTES
+    head = scales_bytes(numel, block, bits)
     expect_length(message, scaled_bytes(numel, block, bits), "quantized values")
     start, code = message.data_ptr(), CODES[how]
     native.dequantize(out.data_ptr(), start, start + head, numel, block, bits, code)  # type: ignore[union-attr]
@@ -75,7 +75,7 @@ def take_signs(values: Tensor, block: int) -> Tensor:
         values.sub_(twins.unpack_signs(message, values.numel(), block))
         return message
     count = values.numel()
-    head = -(-count // block) * SCALE_BYTES
+    head = scales_bytes(count, block, bits=1)
     message = torch.empty(scaled_bytes(count, block, 1), dtype=torch.uint8)
     start = message.data_ptr()
     native.take_signs(start, start + head, values.data_ptr(), count, block)  # type: ignore[union-attr]
@@ -88,7 +88,7 @@ def unpack_signs(message: Tensor, out: Tensor, block: int, how: How = "write") -
     if not runs_natively(message, out) or out.dtype != torch.float32:
         HOWS[how](out, twins.unpack_signs(message, numel, block))
         return
-    head = -(-numel // block) * SCALE_BYTES
+    head = scales_bytes(numel, block, bits=1)
     expect_length(message, scaled_bytes(numel, block, 1), "signs")
     start, code = message.data_ptr(), CODES[how]
     native.unpack_signs(out.data_ptr(), start, start + head, numel, block, code)  # type: ignore[union-attr]

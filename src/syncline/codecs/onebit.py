@@ -1,6 +1,8 @@
-"""One bit an element: the sign, with the mean magnitude of its block. Wire: 1/8 byte an element, and 4 bytes a block.
+"""One bit an element: the sign, with the mean magnitude of its block. Wire: 1/8 byte an element, and 2 bytes a block.
 
-    message    scales of float32, one a block | signs, eight in a byte, 1 for zero and above
+    message    scales of bfloat16, one a block | signs, eight in a byte, 1 for zero and above
+
+Blocks are short: scales of 32 bits would be half of what is said. What rounding them takes away is kept with the rest.
 
 As a vote (`onebit:vote=true`) scales are left out, and the result is +1 or -1 by the majority of ranks, ties up:
 signSGD, which learns from signs alone and needs no feedback, and a learning rate of its own. Every rank has one vote
@@ -20,7 +22,7 @@ from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Place, State
 from syncline.codecs.conversation import Conversation, Exchange, Gather
 from syncline.codecs.slices import exchange_slices, slice_bounds
-from syncline.codecs.twins import expect_length, pack_bits, scaled_bytes, unpack_bits
+from syncline.codecs.twins import expect_length, pack_bits, packed_bytes, scaled_bytes, unpack_bits
 from syncline.errors import ConfigError, PairingError
 
 
@@ -65,7 +67,9 @@ class OneBit(Codec):
         pieces = [values[lo:hi] for lo, hi in itertools.pairwise(bounds)]
         heard = yield Exchange([pack_bits(piece >= 0) for piece in pieces])
         ayes = torch.stack([votes_of(message, pieces[place.rank].numel()) for message in heard]).sum(0)
-        results = yield Gather(pack_bits(2 * ayes >= len(heard)))
+        results = yield Gather(
+            pack_bits(2 * ayes >= len(heard)), [packed_bytes(hi - lo) for lo, hi in itertools.pairwise(bounds)]
+        )
 
         def write(out: Tensor) -> None:
             for message, (lo, hi) in zip(results, itertools.pairwise(bounds), strict=True):
@@ -76,5 +80,5 @@ class OneBit(Codec):
 
 def votes_of(message: Tensor, numel: int) -> Tensor:
     """Whether a rank is for each entry to go up."""
-    expect_length(message, (numel + 7) // 8, "votes")
+    expect_length(message, packed_bytes(numel), "votes")
     return unpack_bits(message, numel)

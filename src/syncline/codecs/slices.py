@@ -40,7 +40,7 @@ def exchange_slices(
     own /= place.world
     result = take(own, place.world)
     own *= place.world
-    results = yield Gather(result)
+    results = yield Gather(result, [length(hi - lo) for lo, hi in itertools.pairwise(bounds)])
 
     def write(out: Tensor) -> None:
         for rank, message in enumerate(results):

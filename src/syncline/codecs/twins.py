@@ -10,12 +10,29 @@ from torch import Tensor
 
 from syncline.errors import CorruptMessage
 
-SCALE_BYTES = 4
+SCALES = {8: torch.float32, 4: torch.float32, 1: torch.bfloat16}  # by the bits of a value
+
+
+def scales_bytes(numel: int, block: int, bits: int) -> int:
+    """Of the scales of all blocks."""
+    return -(-numel // block) * SCALES[bits].itemsize
 
 
 def scaled_bytes(numel: int, block: int, bits: int) -> int:
     """Of a message of block scales, then so many bits a value."""
-    return -(-numel // block) * SCALE_BYTES + (numel * bits + 7) // 8
+    return scales_bytes(numel, block, bits) + packed_bytes(numel, bits)
+
+
+def packed_bytes(numel: int, bits: int = 1) -> int:
+    """Of values of so many bits."""
+    return (numel * bits + 7) // 8
+
+
+def scales_and_values(message: Tensor, numel: int, block: int, bits: int) -> tuple[Tensor, Tensor]:
+    """The scales of a message, as a column, and its values; an error if they are more or fewer bytes than that."""
+    expect_length(message, scaled_bytes(numel, block, bits), "signs" if bits == 1 else "quantized values")
+    head = scales_bytes(numel, block, bits)
+    return message[:head].clone().view(SCALES[bits]).to(torch.float32).unsqueeze(1), message[head:]
 
 
 def quantize(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Tensor:
@@ -32,12 +49,9 @@ def quantize(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Ten
 
 def dequantize(message: Tensor, numel: int, block: int, bits: int) -> Tensor:
     """The values of a message."""
-    blocks = -(-numel // block)
-    expect_length(message, scaled_bytes(numel, block, bits), "quantized values")
-    scales = message[: blocks * SCALE_BYTES].clone().view(torch.float32)
-    body = message[blocks * SCALE_BYTES :]
+    scales, body = scales_and_values(message, numel, block, bits)
     codes = unpack_nibbles(body, numel) if bits == 4 else body.view(torch.int8)
-    return (padded(codes.to(torch.float32), block).view(-1, block) * scales.unsqueeze(1)).view(-1)[:numel]
+    return (padded(codes.to(torch.float32), block).view(-1, block) * scales).view(-1)[:numel]
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
@@ -58,17 +72,15 @@ def pack_signs(values: Tensor, block: int) -> Tensor:
     counts = torch.full((len(rows),), float(block), device=values.device)
     if values.numel() % block:
         counts[-1] = values.numel() % block
-    scales = rows.abs().sum(1) / counts
+    scales = narrow(rows.abs().sum(1) / counts, SCALES[1], saturates=True)
     return torch.cat([scales.view(torch.uint8), pack_bits(values >= 0)])
 
 
 def unpack_signs(message: Tensor, numel: int, block: int) -> Tensor:
     """Plus or minus the magnitude of the block."""
-    blocks = -(-numel // block)
-    expect_length(message, scaled_bytes(numel, block, 1), "signs")
-    scales = message[: blocks * SCALE_BYTES].clone().view(torch.float32)
-    signs = unpack_bits(message[blocks * SCALE_BYTES :], numel).to(torch.float32) * 2 - 1
-    return (padded(signs, block).view(-1, block) * scales.unsqueeze(1)).view(-1)[:numel]
+    scales, body = scales_and_values(message, numel, block, bits=1)
+    signs = unpack_bits(body, numel).to(torch.float32) * 2 - 1
+    return (padded(signs, block).view(-1, block) * scales).view(-1)[:numel]
 
 
 def pack_bits(bits: Tensor) -> Tensor:
