@@ -10,6 +10,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <cstring>
 #include <tuple>
 #include <vector>
@@ -20,7 +21,7 @@
 #include "group.h"
 #include "halves.h"
 #include "kernels.h"
-#include "low_rank_kernels.h"
+#include "low_rank.h"
 #include "selection.h"
 
 namespace nb = nanobind;
@@ -32,6 +33,7 @@ namespace {
 using Rows = nb::ndarray<const int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<nb::numpy, uint8_t, nb::shape<-1>>;
 using Move = std::tuple<uintptr_t, uintptr_t, size_t>;  // to, from, how many elements
+using FourSizes = std::array<size_t, 4>;               // of a matrix: where it begins, rows, columns, factors
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 
 template <class T = void>
@@ -151,23 +153,27 @@ void bind_codecs(nb::module_& m) {
         }, "out"_a, "numel"_a, "messages"_a, "bytes"_a, "form"_a, ReleaseGil());
 }
 
+ThinMatrices thin(const std::vector<FourSizes>& rows) {
+  ThinMatrices matrices;
+  for (const auto& [start, height, width, factors] : rows) matrices.push_back({start, {height, width}, factors});
+  return matrices;
+}
+
 void bind_low_rank(nb::module_& m) {
-  m.def("times_right", [](uintptr_t left, uintptr_t matrix, size_t rows, size_t columns, uintptr_t right, size_t factors) {
-          low_rank_kernels().times_right(at<float>(left), at<float>(matrix), {rows, columns}, at<float>(right), factors);
-        }, "left"_a, "matrix"_a, "rows"_a, "columns"_a, "right"_a, "factors"_a, ReleaseGil());
-  m.def("times_left", [](uintptr_t right, uintptr_t matrix, size_t rows, size_t columns, uintptr_t left, size_t factors) {
-          low_rank_kernels().times_left(at<float>(right), at<float>(matrix), {rows, columns}, at<float>(left), factors);
-        }, "right"_a, "matrix"_a, "rows"_a, "columns"_a, "left"_a, "factors"_a, ReleaseGil());
-  m.def("subtract_product", [](uintptr_t matrix, size_t rows, size_t columns, uintptr_t left, uintptr_t right, size_t factors) {
-          low_rank_kernels().subtract_product(at<float>(matrix), {rows, columns}, at<float>(left), at<float>(right), factors);
-        }, "matrix"_a, "rows"_a, "columns"_a, "left"_a, "right"_a, "factors"_a, ReleaseGil());
-  m.def("write_product", [](uintptr_t out, size_t rows, size_t columns, uintptr_t left, uintptr_t right, size_t factors) {
-          low_rank_kernels().write_product(at<float>(out), {rows, columns}, at<float>(left), at<float>(right), factors);
-        }, "out"_a, "rows"_a, "columns"_a, "left"_a, "right"_a, "factors"_a, ReleaseGil());
-  m.def("orthonormalize", [](uintptr_t rows, size_t factors, size_t length) {
-          std::vector<double> scratch(length);
-          low_rank_kernels().orthonormalize(at<float>(rows), factors, length, scratch.data());
-        }, "rows"_a, "factors"_a, "length"_a, ReleaseGil());
+  m.def("times_rights", [](uintptr_t lefts, uintptr_t values, const std::vector<FourSizes>& matrices, uintptr_t rights) {
+          times_rights(low_rank_kernels(), at<float>(lefts), at<float>(values), thin(matrices), at<float>(rights));
+        }, "lefts"_a, "values"_a, "matrices"_a, "rights"_a, ReleaseGil());
+  m.def("take_rights", [](uintptr_t rights, uintptr_t values, const std::vector<FourSizes>& matrices, uintptr_t lefts) {
+          take_rights(low_rank_kernels(), at<float>(rights), at<float>(values), thin(matrices), at<float>(lefts));
+        }, "rights"_a, "values"_a, "matrices"_a, "lefts"_a, ReleaseGil());
+  m.def("write_products", [](uintptr_t out, const std::vector<FourSizes>& matrices, uintptr_t lefts, uintptr_t rights) {
+          write_products(low_rank_kernels(), at<float>(out), thin(matrices), at<float>(lefts), at<float>(rights));
+        }, "out"_a, "matrices"_a, "lefts"_a, "rights"_a, ReleaseGil());
+  m.def("orthonormalize", [](uintptr_t rows, const std::vector<std::array<size_t, 2>>& shapes) {
+          std::vector<Factors> all;
+          for (const auto& [count, length] : shapes) all.push_back({count, length});
+          return orthonormalize_all(low_rank_kernels(), at<float>(rows), all);
+        }, "rows"_a, "shapes"_a, ReleaseGil());
 }
 
 void bind_halves(nb::module_& m) {

@@ -27,8 +27,8 @@ struct LowRankTable {
   void (*write_product)(float* out, MatrixSize, const float* left, const float* right, size_t factors);
 
   // Gram-Schmidt, twice for exactness, row by row in double precision; a row of nothing stays nothing.
-  // `scratch` has room for a row.
-  void (*orthonormalize)(float* rows, size_t factors, size_t length, double* scratch);
+  // `scratch` has room for a row. Whether none was nothing.
+  bool (*orthonormalize)(float* rows, size_t factors, size_t length, double* scratch);
 };
 
 const LowRankTable& low_rank_kernels();                         // the best that this processor can run

@@ -2,6 +2,7 @@
 //
 // The matrix is large and the factors are few, so time goes into reading the matrix. Several rows are read side by
 // side: one row at a time is one stream for the processor to fetch ahead, and four get more than twice the bandwidth.
+// Where rows are short it cannot tell them from each other, so the next rows are asked for while these are worked on.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,7 +27,7 @@ constexpr size_t rows_at_a_time = 4;
 constexpr size_t rows_added_at_a_time = 8;  // that are only read
 constexpr size_t factors_at_a_time = 2;     // of a dot product: more would not fit into the registers
 constexpr size_t line = line_bytes / sizeof(float);  // of a product made at once
-constexpr size_t streamed_bytes = 4 << 20;  // products from this size on go past the cache
+constexpr size_t streamed_bytes = 64 << 10;  // products from this size on go past the cache
 
 Vector load(const float* from) {
   Vector vector;
@@ -35,6 +36,12 @@ Vector load(const float* from) {
 }
 
 void store(float* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
+
+// Asks for the same place in as many rows after these; beyond the last row it is a hint that nothing comes of.
+template <size_t Rows>
+void fetch_next(const float* matrix, size_t columns) {
+  for (size_t r = Rows; r < 2 * Rows; ++r) __builtin_prefetch(matrix + r * columns, 0, 2);
+}
 
 // A number that the compiler knows, used as any other.
 template <size_t Number>
@@ -74,12 +81,14 @@ void dots(float* left, const float* matrix, MatrixSize size, const float* right)
   constexpr size_t vectors = lanes / width;
   Vector sums[Rows][Factors][vectors] = {};
   const size_t whole = size.columns / lanes * lanes;
-  for (size_t i = 0; i < whole; i += lanes)
+  for (size_t i = 0; i < whole; i += lanes) {
+    if (i % line == 0) fetch_next<Rows>(matrix + i, size.columns);
     for (size_t v = 0; v < vectors; ++v)
       for (size_t r = 0; r < Rows; ++r) {
         const Vector some = load(matrix + r * size.columns + i + v * width);
         for (size_t k = 0; k < Factors; ++k) sums[r][k][v] += some * load(right + k * size.columns + i + v * width);
       }
+  }
   for (size_t r = 0; r < Rows; ++r)
     for (size_t k = 0; k < Factors; ++k) {
       float partial[lanes];
@@ -105,6 +114,7 @@ template <size_t Rows, class Factors>
 void add_rows(float* right, const float* matrix, MatrixSize size, const float* left, Factors factors) {
   const size_t whole = size.columns / width * width;
   for (size_t i = 0; i < whole; i += width) {
+    if (i % line == 0) fetch_next<Rows>(matrix + i, size.columns);
     Vector some[Rows];
     for (size_t r = 0; r < Rows; ++r) some[r] = load(matrix + r * size.columns + i);
     for (size_t k = 0; k < factors; ++k) {
@@ -155,6 +165,7 @@ void subtract_from_rows(float* matrix, MatrixSize size, const float* left, const
   constexpr size_t vectors = line / width;
   const size_t whole = size.columns / line * line;
   for (size_t i = 0; i < whole; i += line) {
+    fetch_next<Rows>(matrix + i, size.columns);
     const Product<Rows, vectors> product(left, right + i, size, factors);
     for (size_t r = 0; r < Rows; ++r)
       for (size_t v = 0; v < vectors; ++v) {
@@ -225,7 +236,8 @@ void remove_along(double* rest, const float* rows, size_t num_rows, size_t lengt
   }
 }
 
-void orthonormalize(float* rows, size_t factors, size_t length, double* scratch) {
+bool orthonormalize(float* rows, size_t factors, size_t length, double* scratch) {
+  bool are_something = true;
   for (size_t k = 0; k < factors; ++k) {
     float* row = rows + k * length;
     for (size_t i = 0; i < length; ++i) scratch[i] = double(row[i]);
@@ -234,7 +246,9 @@ void orthonormalize(float* rows, size_t factors, size_t length, double* scratch)
     const double after = std::sqrt(dot(scratch, scratch, length));
     const bool is_something = after > 1e-6 * before;
     for (size_t i = 0; i < length; ++i) row[i] = is_something ? float(scratch[i] / after) : 0.0f;
+    are_something &= is_something;
   }
+  return are_something;
 }
 
 }  // namespace

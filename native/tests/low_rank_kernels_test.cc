@@ -129,7 +129,8 @@ TEST(rows_become_orthonormal_and_those_of_nothing_stay_nothing) {
         rows[5 * length + i] *= 1e-30f;
       }
       std::vector<double> scratch(length);
-      tables[table]->orthonormalize(rows.data(), factors, length, scratch.data());
+      CHECK(!tables[table]->orthonormalize(rows.data(), factors, length, scratch.data()));
+      CHECK(tables[table]->orthonormalize(rows.data(), 2, length, scratch.data()));
       for (size_t a = 0; a < factors; ++a)
         for (size_t b = 0; b <= a; ++b) {
           double dot = 0;

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.references import same_bits
-from syncline.codecs import entries, kernels, twins
+from syncline.codecs import entries, kernels, low_rank, twins
 from syncline.codecs.entries import FORMS
+from syncline.codecs.low_rank import Matrix, left_shapes, right_shapes
 
 
 def assert_decoded(decode: Callable[..., None], wanted: Tensor) -> None:
@@ -80,37 +81,80 @@ def test_a_native_selection_by_rows_equals_its_twin() -> None:
         assert torch.equal(kernels.select_largest(values, count), twins.select_largest(values, count))
 
 
+SHAPES = [(1, 1), (33, 70), (6, 4), (7, 515), (1027, 1030)]
+
+
+def some_matrices(factors: int) -> tuple[list[Matrix], int]:
+    """Of many shapes, with something between them; and how many values there are."""
+    matrices, at = [], 3
+    for rows, columns in SHAPES:
+        matrices.append(Matrix(at, rows, columns, min(factors, rows, columns)))
+        at += rows * columns + 5
+    return matrices, at
+
+
 @pytest.mark.parametrize("factors", [1, 2, 3, 8, 9])
-@pytest.mark.parametrize("shape", [(1, 1), (33, 70), (6, 4), (1027, 1030)])
-def test_native_products_equal_their_twins(shape: tuple[int, int], factors: int) -> None:
+def test_native_products_equal_their_twins(factors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not bit for bit: torch does not say in which order it adds."""
     assert kernels.native is not None
     generator = torch.Generator().manual_seed(factors)
-    matrix = torch.randn(shape, generator=generator)
-    left, right = (torch.randn(factors, length, generator=generator) for length in shape)
-    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-4)
-    close(kernels.times_right(matrix, right), twins.times_right(matrix, right))
-    close(kernels.times_left(matrix, left), twins.times_left(matrix, left))
-    ours, theirs = matrix.clone(), matrix.clone()
-    kernels.subtract_product(ours, left, right)
-    twins.subtract_product(theirs, left, right)
-    close(ours, theirs)
-    kernels.write_product(ours, left, right)
-    twins.write_product(theirs, left, right)
-    close(ours, theirs)
+    matrices, numel = some_matrices(factors)
+    values = torch.randn(numel, generator=generator)
+    starts, lefts, rights = (
+        torch.randn(low_rank.numel_of(shapes), generator=generator) / 32
+        for shapes in (right_shapes(matrices), left_shapes(matrices), right_shapes(matrices))
+    )
+
+    def all_of_them() -> list[Tensor]:
+        left_over, out = values.clone(), values.clone()
+        made = [low_rank.times_rights(values, matrices, starts), low_rank.take_rights(left_over, matrices, lefts)]
+        low_rank.write_products(out, matrices, lefts, rights)
+        return [*made, left_over, out]
+
+    ours = all_of_them()
+    monkeypatch.setattr(kernels, "native", None)
+    for mine, theirs in zip(ours, all_of_them(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=3e-4)
+        assert mine.shape == theirs.shape
+
+
+def test_what_factors_say_is_in_their_matrices_and_nowhere_else() -> None:
+    matrices, numel = some_matrices(2)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    lefts = low_rank.times_rights(values, matrices, torch.ones(low_rank.numel_of(right_shapes(matrices))))
+    low_rank.orthonormalize(lefts, left_shapes(matrices))
+    left_over, said = values.clone(), torch.zeros(numel)
+    rights = low_rank.take_rights(left_over, matrices, lefts)
+    low_rank.write_products(said, matrices, lefts, rights)
+    torch.testing.assert_close(left_over + said, values)
+    between = torch.ones(numel, dtype=torch.bool)
+    for matrix, left in zip(matrices, low_rank.pieces(lefts, left_shapes(matrices)), strict=True):
+        matrix.of(between).fill_(False)
+        expected = left.T @ (left @ matrix.of(values))
+        torch.testing.assert_close(matrix.of(said), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(left_over[between], values[between])
+    assert not said[between].any()
 
 
 @pytest.mark.parametrize("length", [1, 5, 64, 2501])
 def test_native_orthonormal_rows_are_those_of_the_twin_to_the_last_bit_but_one(length: int) -> None:
     """Sums in double precision differ in order, which may turn the last rounding to float32."""
     assert kernels.native is not None
-    matrix = torch.randn(4, length, generator=torch.Generator().manual_seed(length))
-    matrix[2] = 0
-    ours, theirs = kernels.orthonormal(matrix), twins.orthonormal(matrix)
-    torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=1e-12)
+    generator = torch.Generator().manual_seed(length)
+    whole, lacking = torch.randn(1, length, generator=generator), torch.randn(4, length, generator=generator)
+    lacking[2] = 0
+    shapes = [(1, length), (4, length)]
+    flat = torch.cat([whole.view(-1), lacking.view(-1)])
+    assert not low_rank.orthonormalize(flat, shapes)
+    ours = low_rank.pieces(flat, shapes)
+    assert low_rank.orthonormalize_rows(whole)
+    assert not low_rank.orthonormalize_rows(lacking)
+    assert low_rank.orthonormalize(ours[0].clone().view(-1), shapes[:1])
+    for mine, theirs in zip(ours, [whole, lacking], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-7, atol=1e-12)
     if length > 3:
         expected = torch.diag(torch.tensor([1.0, 1.0, 0.0, 1.0]))
-        torch.testing.assert_close(ours @ ours.T, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(ours[1] @ ours[1].T, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

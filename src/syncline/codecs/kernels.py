@@ -1,7 +1,4 @@
-"""The kernels of codecs: native ones for float32 in the memory of this machine, their twins elsewhere.
-
-Thin factors of PowerSGD are given by columns: `(factors, length)`.
-"""
+"""The kernels of codecs: native ones for float32 in the memory of this machine, their twins elsewhere."""
 
 from __future__ import annotations
 
@@ -123,53 +120,6 @@ def mean_of_entries(out: Tensor, messages: list[Tensor], form: str) -> None:
         return
     starts, lengths = [message.data_ptr() for message in messages], [len(message) for message in messages]
     native.mean_of_entries(out.data_ptr(), out.numel(), starts, lengths, FORMS.index(form))  # type: ignore[union-attr]
-
-
-def times_right(matrix: Tensor, right: Tensor) -> Tensor:
-    """`matrix @ right.T`, by columns."""
-    if not runs_natively(matrix, right):
-        return twins.times_right(matrix, right)
-    left = torch.empty(len(right), len(matrix))
-    rows, columns = matrix.shape
-    native.times_right(left.data_ptr(), matrix.data_ptr(), rows, columns, right.data_ptr(), len(right))  # type: ignore[union-attr]
-    return left
-
-
-def times_left(matrix: Tensor, left: Tensor) -> Tensor:
-    """`matrix.T @ left.T`, by columns."""
-    if not runs_natively(matrix, left):
-        return twins.times_left(matrix, left)
-    right = torch.empty(len(left), matrix.shape[1])
-    rows, columns = matrix.shape
-    native.times_left(right.data_ptr(), matrix.data_ptr(), rows, columns, left.data_ptr(), len(left))  # type: ignore[union-attr]
-    return right
-
-
-def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
-    """`matrix -= left.T @ right`"""
-    if not runs_natively(matrix, left, right):
-        twins.subtract_product(matrix, left, right)
-        return
-    rows, columns = matrix.shape
-    native.subtract_product(matrix.data_ptr(), rows, columns, left.data_ptr(), right.data_ptr(), len(left))  # type: ignore[union-attr]
-
-
-def write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """`out = left.T @ right`"""
-    if not runs_natively(out, left, right):
-        twins.write_product(out, left, right)
-        return
-    rows, columns = out.shape
-    native.write_product(out.data_ptr(), rows, columns, left.data_ptr(), right.data_ptr(), len(left))  # type: ignore[union-attr]
-
-
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Rows of the same span that are orthonormal; a row of nothing stays nothing."""
-    if not runs_natively(matrix):
-        return twins.orthonormal(matrix)
-    rows = matrix.clone()
-    native.orthonormalize(rows.data_ptr(), *rows.shape)  # type: ignore[union-attr]
-    return rows
 
 
 def narrow(values: Tensor, dtype: torch.dtype, saturates: bool = False) -> Tensor:

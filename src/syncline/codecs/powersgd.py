@@ -17,9 +17,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs import kernels
+from syncline.codecs import low_rank
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.conversation import Conversation, Mean
+from syncline.codecs.low_rank import Matrix, Shape, left_shapes, right_shapes
 from syncline.errors import ConfigError
 
 
@@ -45,56 +46,50 @@ class PowerSGD(Codec):
         """Random factors, the same on all ranks."""
         state = {}
         for part in filter(self.shrinks, parts):
-            rows, columns = matrix_shape(part)
-            like = torch.empty(min(self.rank, rows, columns), columns, device=device)
-            state[f"{part.name}/factor"] = drawn(like, part, Place(0, 1, 0, 0, (part,)))
+            matrix = self.matrix(part)
+            like = torch.empty(matrix.factors, matrix.columns, device=device)
+            state[key_of(part)] = drawn(like, part, Place(0, 1, 0, 0, (part,)))
         return state
+
+    def matrix(self, part: Part) -> Matrix:
+        """The first dimension, and all others."""
+        rows = part.shape[0] if part.shape else 1
+        columns = (part.hi - part.lo) // max(rows, 1)
+        return Matrix(part.lo, rows, columns, min(self.rank, rows, columns))
 
     def shrinks(self, part: Part) -> bool:
         """Whether factors are smaller than the matrix by enough."""
-        rows, columns = matrix_shape(part)
-        rank = min(self.rank, rows, columns)
-        return len(part.shape) > 1 and (rows + columns) * rank * self.min_compression_rate < rows * columns
+        _, rows, columns, factors = self.matrix(part)
+        return len(part.shape) > 1 and (rows + columns) * factors * self.min_compression_rate < rows * columns
 
     def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
         """Two means: of all left factors with what goes as it is, and of all right factors."""
-        matrices = [part for part in place.parts if self.shrinks(part)]
+        thin = [part for part in place.parts if self.shrinks(part)]
+        matrices = [self.matrix(part) for part in thin]
         others = [part for part in place.parts if not self.shrinks(part)]
-        views = [values[part.lo : part.hi].view(matrix_shape(part)) for part in matrices]
-        starts = [state[f"{part.name}/factor"] for part in matrices]
-        lefts = [kernels.times_right(view, start) for view, start in zip(views, starts, strict=True)]
         dense = [values[part.lo : part.hi] for part in others]
-        told = yield Mean(together([*dense, *lefts], values))
-        averaged = apart(told, [*dense, *lefts])
-        plain, bases = averaged[: len(dense)], [kernels.orthonormal(left) for left in averaged[len(dense) :]]
-        rights = [take_right(view, basis) for view, basis in zip(views, bases, strict=True)]
+        starts = torch.cat([values.new_empty(0), *(state[key_of(part)].view(-1) for part in thin)])
+        lefts = low_rank.times_rights(values, matrices, starts)
+        told = yield Mean(torch.cat([*dense, lefts]))
+        *plain, bases = (piece.clone() for piece in torch.split(told, [*map(len, dense), len(lefts)]))
+        low_rank.orthonormalize(bases, left_shapes(matrices))
+        rights = low_rank.take_rights(values, matrices, bases)
         for piece in dense:
             piece.zero_()
-        told = yield Mean(together(rights, values))
-        factors = apart(told, rights)
-        for part, factor in zip(matrices, factors, strict=True):
-            state[f"{part.name}/factor"] = next_start(factor, part, place)
+        factors = (yield Mean(rights)).clone()
+        state.update(next_starts(factors, thin, right_shapes(matrices), place))
 
         def write(out: Tensor) -> None:
             for part, mean in zip(others, plain, strict=True):
                 out[part.lo : part.hi] = mean
-            for part, basis, factor in zip(matrices, bases, factors, strict=True):
-                kernels.write_product(out[part.lo : part.hi].view(matrix_shape(part)), basis, factor)
+            low_rank.write_products(out, matrices, bases, factors)
 
         return write
 
 
-def take_right(matrix: Tensor, basis: Tensor) -> Tensor:
-    """The right factor to a left one; what both say is taken from the matrix while that is still in the cache."""
-    right = kernels.times_left(matrix, basis)
-    kernels.subtract_product(matrix, basis, right)
-    return right
-
-
-def matrix_shape(part: Part) -> tuple[int, int]:
-    """The first dimension, and all others."""
-    rows = part.shape[0] if part.shape else 1
-    return rows, (part.hi - part.lo) // max(rows, 1)
+def key_of(part: Part) -> str:
+    """Of where the next step starts."""
+    return f"{part.name}/factor"
 
 
 def drawn(like: Tensor, part: Part, place: Place) -> Tensor:
@@ -103,21 +98,16 @@ def drawn(like: Tensor, part: Part, place: Place) -> Tensor:
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
-def next_start(factor: Tensor, part: Part, place: Place) -> Tensor:
-    """The directions of an averaged factor; what is nothing would stay nothing, so it is drawn anew."""
-    start = kernels.orthonormal(factor)
-    is_something = start.any(dim=1)
-    if bool(is_something.all()):
-        return start
-    return torch.where(is_something.unsqueeze(1), start, drawn(start, part, place))
+def next_starts(factors: Tensor, parts: Sequence[Part], shapes: Sequence[Shape], place: Place) -> State:
+    """The directions of averaged factors; what is nothing would stay nothing, so it is drawn anew."""
+    directions = factors.clone()
+    are_something = low_rank.orthonormalize(directions, shapes)
+    starts = [start.clone() for start in low_rank.pieces(directions, shapes)]
+    if not are_something:
+        starts = [with_drawn(start, part, place) for start, part in zip(starts, parts, strict=True)]
+    return {key_of(part): start for part, start in zip(parts, starts, strict=True)}
 
 
-def together(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
-    """In one flat tensor."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like.new_zeros(0)
-
-
-def apart(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in the shapes that were put together."""
-    pieces = torch.split(flat, [tensor.numel() for tensor in like])
-    return [piece.view(tensor.shape).clone() for piece, tensor in zip(pieces, like, strict=True)]
+def with_drawn(start: Tensor, part: Part, place: Place) -> Tensor:
+    """With random rows where there is nothing."""
+    return torch.where(start.any(dim=1, keepdim=True), start, drawn(start, part, place))

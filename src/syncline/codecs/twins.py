@@ -115,41 +115,6 @@ def expect_length(message: Tensor, nbytes: int, what: str) -> None:
         raise CorruptMessage(f"{message.numel()} bytes of {what} came where {nbytes} were expected")
 
 
-def times_right(matrix: Tensor, right: Tensor) -> Tensor:
-    """`matrix @ right.T`, by columns."""
-    return right @ matrix.T
-
-
-def times_left(matrix: Tensor, left: Tensor) -> Tensor:
-    """`matrix.T @ left.T`, by columns."""
-    return left @ matrix
-
-
-def subtract_product(matrix: Tensor, left: Tensor, right: Tensor) -> None:
-    """`matrix -= left.T @ right`"""
-    matrix.sub_(left.T @ right)
-
-
-def write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """`out = left.T @ right`"""
-    torch.mm(left.T, right, out=out)
-
-
-def orthonormal(matrix: Tensor) -> Tensor:
-    """Gram-Schmidt, twice for exactness, row by row in double precision; a row of nothing stays nothing."""
-    done: list[Tensor] = []
-    for row in matrix.double().unbind(0):
-        rest = row
-        for _ in range(2):
-            for other in done:
-                rest = rest - other * (other @ rest)
-        length = rest.norm()
-        is_something = bool(length > 1e-6 * row.norm())
-        unit = rest / length if is_something else torch.zeros_like(rest)
-        done.append(unit.to(matrix.dtype).double())
-    return torch.stack(done).to(matrix.dtype)
-
-
 def narrow(values: Tensor, dtype: torch.dtype, saturates: bool = False) -> Tensor:
     """To 16-bit floats; what is too large becomes infinite, or the largest one."""
     most = torch.finfo(dtype).max
