@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from syncline.bench.codecs import MEASURED, CodecSpeed, all_different, check_answers
+from syncline.bench.codecs import MEASURED, CodecSpeed, all_different, check_answers, some_parameters
 from syncline.bench.collectives import Results, Row
 from syncline.bench.contenders import CONTENDERS, NEEDS
 from syncline.bench.convergence import compare_codecs
@@ -23,7 +23,7 @@ from syncline.bench.overhead import measure_overhead
 from syncline.bench.plot import write_convergence_plot, write_plot
 from syncline.bench.tasks import DigitClassifier
 from syncline.bench.timing import Contender, measure, pattern
-from syncline.bench.training import NAMES, check_weights, compare_training, error_of_median, step_time
+from syncline.bench.training import NAMES, check_weights, compare_training, error_of_median, step_time, turn_time
 from syncline.cli.main import app
 from syncline.codecs.registry import codec_of
 from syncline.errors import SynclineError
@@ -164,6 +164,19 @@ def test_answers_are_compared_where_there_is_one_right_choice():
     values = all_different(1_000_000)
     assert len(values.abs().unique()) == len(values)
     assert 0.4 < float((values > 0).float().mean()) < 0.6
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 100, 10_007, 25 * 2**18])
+def test_parameters_of_a_bucket_lie_one_after_the_other(numel):
+    parts = some_parameters(numel)
+    assert [part.lo for part in parts] == [0, *(part.hi for part in parts[:-1])]
+    assert parts[-1].hi == numel
+    assert all(part.shape.numel() == part.hi - part.lo for part in parts)
+    assert (len(parts) > 8) == (numel >= 100)  # matrices, and not the end alone
+
+
+def test_a_step_is_over_when_the_slower_rank_has_made_it_and_a_turn_has_the_median_of_them():
+    assert turn_time([[1.0, 2.0, 9.0], [3.0, 1.0, 1.0]]) == 3.0
 
 
 def test_steps_are_compared_turn_by_turn():

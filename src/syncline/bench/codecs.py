@@ -9,6 +9,7 @@ answer.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -44,6 +45,7 @@ MEASURED: tuple[str, ...] = (
 )
 
 MOST_DIFFERENT = 1e-5  # of the elements of an answer
+WIDTH = 512  # of the transformer whose gradients are coded
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,7 @@ def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[Tria
 
     Both are given the same gradients, and the first step, which is not timed, must have the same answer.
     """
-    side = int(numel**0.5)
-    shapes = [torch.Size([side, side]), torch.Size([numel - side * side])]
-    parts = (Part("matrix", 0, side * side, shapes[0]), Part("rest", side * side, numel, shapes[1]))
+    parts = some_parameters(numel)
     ours, theirs = (Trial.begin(codec, parts, world, is_native) for is_native in (True, False))
     for step in range(repeats + 1):
         gradients = [torch.randn(numel) if step else all_different(numel) for _ in range(world)]
@@ -138,6 +138,24 @@ def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[Tria
         if step == 0:
             check_answers(codec, answers[id(ours)], answers[id(theirs)])
     return ours, theirs
+
+
+def some_parameters(numel: int) -> tuple[Part, ...]:
+    """What a bucket holds: the matrices and biases of some blocks of a transformer, and something at the end."""
+    width = WIDTH
+    while 12 * width**2 > numel // 2:
+        width //= 2
+    heights = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    block = [shape for rows, columns in heights for shape in ((rows, columns), (rows,))]
+    parts: list[Part] = []
+    at = 0
+    for shape in itertools.cycle(block):
+        size = torch.Size(shape)
+        if at + size.numel() > numel or not size.numel():
+            break
+        parts.append(Part(f"parameter {len(parts)}", at, at + size.numel(), size))
+        at += size.numel()
+    return (*parts, Part("rest", at, numel, torch.Size([numel - at])))
 
 
 def all_different(numel: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Training steps of several contenders on two ranks each: no synchronization, DDP over Gloo, and ours.
 
-Contenders take turns, a step each, and each is compared with the others of its turn. Both ranks begin a step together,
-and it is over when the slower one has made it. All start from the same weights and see the same batches; at the end
-those that synchronize must have the same weights, to rounding, or their times mean nothing.
+Contenders take turns of a few steps, and each is compared with the others of its turn. The first step of a turn does
+not count: caches hold what others have left there, and no training has others in between. Both ranks begin a step
+together, and it is over when the slower one has made it. All start from the same weights and see the same batches; at
+the end those that synchronize must have the same weights, to rounding, or their times mean nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ Name = Literal["alone", "ddp", "syncline", "syncline over gloo", "syncline topk"
 NAMES: tuple[Name, ...] = ("alone", "ddp", "syncline", "syncline over gloo")
 SHARED: dict[Name, str] = {"syncline": "none", "syncline topk": "topk:0.01"}  # codecs, through shared memory
 NORMAL = math.sqrt(math.pi / 2) / 1.349  # of a normal distribution, whose middle half is 1.349 standard deviations wide
-WARM_UP = 3  # steps: buckets are built anew after the first
+STEPS = 4  # of a turn, the first of which does not count
+WARM_UP = 1  # turns: buckets are built anew after the first step
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ class Contender:
         self.optimizer.step()
 
 
-def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats: int) -> list[float]:
-    """On one rank of a contender: the seconds of each of its steps. The first ones warm up."""
+def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats: int) -> list[list[float]]:
+    """On one rank of a contender: the seconds of the steps that count, turn by turn."""
     if is_referee(fabric):
         give_word(fabric, WARM_UP + repeats)
         return []
@@ -137,14 +139,20 @@ def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats:
     pair = fabric.subgroup(ranks_of(number))
     assert isinstance(pair, TorchFabric)
     contender = Contender(names[number], WORKLOADS[workload](), pair)
-    seconds = []
-    for turn in turns_of(fabric, WARM_UP + repeats):
-        pair.barrier()
-        started = time.perf_counter()
-        contender.step(turn)
-        seconds.append(time.perf_counter() - started)
+    turns = [
+        [time_step(contender, pair, STEPS * turn + step) for step in range(STEPS)]
+        for turn in turns_of(fabric, WARM_UP + repeats)
+    ]
     compare_weights(fabric, contender.model, names)
-    return seconds[WARM_UP:]
+    return [seconds[1:] for seconds in turns[WARM_UP:]]
+
+
+def time_step(contender: Contender, pair: TorchFabric, number: int) -> float:
+    """The seconds of a step that both ranks begin together."""
+    pair.barrier()
+    started = time.perf_counter()
+    contender.step(number)
+    return time.perf_counter() - started
 
 
 def compare_weights(fabric: Fabric, model: nn.Module, names: Sequence[Name]) -> None:
@@ -180,16 +188,22 @@ class StepTime:
     faster_than_ddp: float
 
 
-def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int = 31) -> list[StepTime]:
+def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int = 15) -> list[StepTime]:
     """Two ranks of each on this machine, one thread each."""
     work = partial(time_training, workload=workload, names=names, repeats=repeats)
     by_rank = run(work, ranks=ranks_needed(len(names)), fabric="torch")
     slowest = {
-        name: [max(of_ranks) for of_ranks in zip(*(by_rank[rank] for rank in ranks_of(number)), strict=True)]
+        name: [turn_time(of_ranks) for of_ranks in zip(*(by_rank[rank] for rank in ranks_of(number)), strict=True)]
         for number, name in enumerate(names)
     }
     title = WORKLOADS[workload]().name
     return [step_time(title, name, taken, slowest["alone"], slowest["ddp"]) for name, taken in slowest.items()]
+
+
+def turn_time(of_ranks: Sequence[Sequence[float]]) -> float:
+    """The median step of a turn; a step is over when the slower rank has made it."""
+    slowest: list[float] = [max(of_step) for of_step in zip(*of_ranks, strict=True)]
+    return median(slowest)
 
 
 def step_time(title: str, name: str, taken: list[float], alone: list[float], ddp: list[float]) -> StepTime:

@@ -211,16 +211,18 @@ app.command()(bench_modes.stragglers)
 
 @app.command()
 def train(
-    repeats: Annotated[int, typer.Option(help="Steps of each, of which the median is taken.")] = 31,
+    repeats: Annotated[int, typer.Option(help="Turns of each, of which the median is taken.")] = 15,
     workloads: Annotated[str, typer.Option(help=f"Of {'; '.join(WORKLOADS)}: separated by ;")] = ";".join(WORKLOADS),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Training steps on two ranks: no synchronization, DDP over Gloo, and ours through shared memory and Gloo.
 
+    Each has processes of its own, which take turns of four steps, of which the first does not count.
+
     `syncline bench train --workloads "gpt;mlp"`
     """
     if repeats < 2:
-        raise ConfigError(f"--repeats {repeats} is less than 2, and one step says nothing about how much they differ")
+        raise ConfigError(f"--repeats {repeats} is less than 2, and one turn says nothing about how much they differ")
     chosen = [name.strip() for name in workloads.split(";")]
     for name in chosen:
         if name not in WORKLOADS:
