@@ -50,6 +50,23 @@ void codes_of(int8_t* codes, const float* values, const float* noise, float scal
   }
 }
 
+void pack_halves(uint8_t* bytes, const int8_t* codes, size_t count) {
+  const size_t pairs = count / 2;
+  for (size_t i = 0; i < pairs; ++i) bytes[i] = uint8_t((codes[2 * i] & 15) | (codes[2 * i + 1] & 15) << 4);
+  if (count % 2) bytes[pairs] = uint8_t(codes[count - 1] & 15);
+}
+
+float value_of_half(unsigned half) { return float(int((half & 15) ^ 8) - 8); }
+
+void unpack_halves(float* out, const uint8_t* bytes, size_t count, float scale) {
+  const size_t pairs = count / 2;
+  for (size_t i = 0; i < pairs; ++i) {
+    out[2 * i] = value_of_half(bytes[i]) * scale;
+    out[2 * i + 1] = value_of_half(bytes[i] >> 4) * scale;
+  }
+  if (count % 2) out[count - 1] = value_of_half(bytes[pairs]) * scale;
+}
+
 void quantize(float* scales, uint8_t* codes, const float* values, const float* noise, size_t count, size_t block, int bits) {
   const float levels = bits == 8 ? 127.0f : 7.0f;
   constexpr size_t chunk = 512;
@@ -65,8 +82,7 @@ void quantize(float* scales, uint8_t* codes, const float* values, const float* n
     for (size_t from = 0; from < now; from += chunk) {
       const size_t part = smaller(chunk, now - from);
       codes_of(some, values + at + from, noise ? noise + at + from : nullptr, scales[number], levels, part);
-      for (size_t i = 0; i < part; i += 2)
-        codes[(at + from + i) / 2] = uint8_t((some[i] & 15) | (i + 1 < part ? some[i + 1] & 15 : 0) << 4);
+      pack_halves(codes + (at + from) / 2, some, part);
     }
   }
 }
@@ -106,10 +122,7 @@ void dequantize(float* out, const float* scales, const uint8_t* codes, size_t co
         for (size_t i = from; i < end; ++i) to[i - at] = float(whole[i]) * scale;
         return;
       }
-      for (size_t i = from; i < end; ++i) {
-        const int half = (codes[i / 2] >> (i % 2 * 4)) & 15;
-        to[i - at] = float((half ^ 8) - 8) * scale;
-      }
+      unpack_halves(to + (from - at), codes + from / 2, end - from, scale);
     });
   });
 }

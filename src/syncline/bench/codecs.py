@@ -44,7 +44,7 @@ MEASURED: tuple[str, ...] = (
     "dgc:0.001,warmup=0",
 )
 
-MOST_DIFFERENT = 1e-5  # of the elements of an answer
+MOST_DIFFERENT = 1e-4  # of the elements of an answer
 WIDTH = 512  # of the transformer whose gradients are coded
 
 
@@ -165,10 +165,10 @@ def all_different(numel: int) -> Tensor:
 
 
 def check_answers(codec: Codec, answer: Tensor, expected: Tensor) -> None:
-    """Both come to the same, but for a few signs of `onebit`.
+    """Both come to the same, but for a few entries of `onebit`.
 
-    Its scales are sums, which torch adds in another order, and a mean that is nearly zero takes its sign from the last
-    bits of them.
+    Its scales are sums, which torch adds in another order. From their last bits a mean that is nearly zero takes its
+    sign, and a scale that is between two of 16 bits the one that it becomes.
     """
     different = (answer - expected).abs() > 1e-4 * (1 + expected.abs())
     share = float(different.float().mean())
