@@ -266,11 +266,9 @@ class CodecPipeline(Pipeline):
         """Keep what was not sent, and write the mean where that has not been done."""
         coding, coded = flight.coding, self.coded_of(flight.bucket)
         assert coding is not None
-        unused = unused_in(flight)
-        coded.state = coding.staged | {key: t for key, t in coded.state.items() if key.rpartition("/")[0] in unused}
         left = float(coding.work.norm()) if coding.sample is not None and coded.feedback is not None else None
-        if coded.feedback is not None:
-            coded.feedback.commit(coding.work, coding.units, unused)
+        unused = unused_in(flight.bucket.slots, flight.side.flags)
+        coded.commit(coding.work, coding.staged, coding.units, unused)
         if coding.decoder is not None:
             self.decode(flight, coding.work)
         if coding.sample is not None:
@@ -303,10 +301,9 @@ def note_applied(flights: Sequence[Flight]) -> None:
         flight.span.applied_ns = now_ns
 
 
-def unused_in(flight: Flight) -> set[str]:
-    """Parameters that no rank had a gradient of: nobody is given a mean, so what was kept of them stays."""
-    flags = flight.side.flags.tolist()
-    return {slot.name for slot, flag in zip(flight.bucket.slots, flags, strict=True) if not flag > 0}
+def unused_in(slots: Sequence[Slot], flags: Tensor) -> set[str]:
+    """Parameters that nobody had a gradient of: they are given none, so what was kept of them stays."""
+    return {slot.name for slot, flag in zip(slots, flags.tolist(), strict=True) if not flag > 0}
 
 
 def take_beyond(values: Tensor, dtype: torch.dtype) -> Tensor | None:
