@@ -89,7 +89,7 @@ class PushPipeline(Pipeline):
 
         return self.worker.submit(timed, what, self.fabric.deadlines.operation)
 
-    def start(self, step: int, bucket: Bucket) -> Flight:
+    def start(self, step: int, bucket: Bucket, has_data: bool = True) -> Flight:
         if bucket.number not in self.server_of:
             names = ", ".join(slot.name for slot in bucket.slots[:3])
             raise ConfigError(f"{names} began to need gradients after servers were set up; unfreeze it before Sync")
