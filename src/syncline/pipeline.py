@@ -8,7 +8,7 @@ so that what was kept from earlier steps is as it was if they have not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic_ns
 
 import torch
@@ -31,6 +31,7 @@ from syncline.tracing.spans import BucketSpan, Recorder
 
 DIVIDED_EARLY = (torch.float32, torch.float64)  # sums of others are divided when they are whole
 MOST_SAMPLED = 1 << 16  # entries of a bucket
+NO_UNITS, NO_SHARE = (-1, Units({})), (-1, 1.0)  # before the first step
 
 
 @dataclass
@@ -86,6 +87,7 @@ class Pipeline:
 
     waits_for_ranks = True  # that produce the same bucket
     keeps = False  # something from pass to pass
+    counts_active = False  # means are to be made those over ranks with data, so what is kept must be worth as much
 
     def __init__(self, fabric: Fabric, collective: str, recorder: Recorder) -> None:
         self.fabric = fabric
@@ -100,8 +102,8 @@ class Pipeline:
         """Whether what this rank has to say is finite, and stays so when it is added up."""
         return has_room(values, self.fabric.world)
 
-    def start(self, step: int, bucket: Bucket) -> Flight:
-        """Send a bucket off. Its memory belongs to the fabric until it is waited for."""
+    def start(self, step: int, bucket: Bucket, has_data: bool = True) -> Flight:
+        """Send a bucket off, maybe only to keep others company. Its memory is the fabric's until it is waited for."""
         ready_ns = monotonic_ns()
         op: Op = "mean" if bucket.divisor == 1 else "sum"
         handle = self.fabric.all_reduce_async(bucket.side.flat, op=op, collective=self.collective)
@@ -154,10 +156,12 @@ class CodecPipeline(Pipeline):
     ) -> None:
         super().__init__(fabric, collective, recorder)
         self.codec = codec
+        self.owes = codec.feedback or codec.correction is not None  # something of earlier passes
         self.talk = talk_on(fabric, collective)
         self.seed = seed
         self.units = units
-        self.now: tuple[int, Units] = (-1, Units({}))
+        self.now: tuple[int, Units] = NO_UNITS
+        self.share: tuple[int, float] = NO_SHARE  # the thread's
         self.worker = Worker(f"rank {fabric.rank} encodes")
         self.memory = Memory(codec)
         self.watch = Watch()
@@ -169,12 +173,15 @@ class CodecPipeline(Pipeline):
     def takes(self, values: Tensor) -> bool:
         return has_room(values.to(torch.float32), self.fabric.world)
 
-    def start(self, step: int, bucket: Bucket) -> Flight:
+    def start(self, step: int, bucket: Bucket, has_data: bool = True) -> Flight:
         side, ready_ns = bucket.side, monotonic_ns()
+        counts_active = self.counts_active and self.owes
         coding = Coding(wide(side.values), self.units_of(step))
 
         def work() -> Times:
             began_ns = monotonic_ns()
+            if counts_active:
+                coding.units = replace(coding.units, share=self.share_in(step, has_data))
             self.encode(step, self.coded_of(bucket), coding, side)
             return Times(began_ns, began_ns, monotonic_ns())
 
@@ -185,6 +192,16 @@ class CodecPipeline(Pipeline):
         if self.now[0] != step:
             self.now = (step, self.units())
         return self.now[1]
+
+    def share_in(self, step: int, has_data: bool) -> float:
+        """How much more a rank counts in what comes than in the mean over all, which ranks ask each other once a step.
+
+        They will all know at its end; but what was kept is added before that, and is owed as it was.
+        """
+        if self.share[0] != step:
+            active = self.fabric.all_reduce(torch.tensor([float(has_data)], device=self.fabric.device), op="sum")
+            self.share = (step, self.fabric.world / max(1.0, active.item()))
+        return self.share[1]
 
     def submit(self, work: Callable[[], Times], what: str) -> Handle:
         """Do something in turn."""
@@ -198,12 +215,13 @@ class CodecPipeline(Pipeline):
         work = coding.work
         if work is not side.values:
             work.copy_(side.values)
-        place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts, coding.units.loss_scale)
+        units = coding.units
+        place = Place(self.fabric.rank, self.fabric.world, step, self.seed, coded.parts, units.loss_scale, units.share)
         own = coded.correct(work, place)
         dense = self.mean_of_some(work) if self.watch.is_due(step) else None
         beyond = None
         if coded.feedback is not None:
-            coded.feedback.add_to(work, coding.units)
+            coded.feedback.add_to(work, units)
             beyond = take_beyond(work, side.values.dtype)
         self.talk.collect(work)
         if not has_room(work, self.fabric.world):
@@ -266,11 +284,9 @@ class CodecPipeline(Pipeline):
         """Keep what was not sent, and write the mean where that has not been done."""
         coding, coded = flight.coding, self.coded_of(flight.bucket)
         assert coding is not None
-        unused = unused_in(flight)
-        coded.state = coding.staged | {key: t for key, t in coded.state.items() if key.rpartition("/")[0] in unused}
         left = float(coding.work.norm()) if coding.sample is not None and coded.feedback is not None else None
-        if coded.feedback is not None:
-            coded.feedback.commit(coding.work, coding.units, unused)
+        unused = unused_in(flight.bucket.slots, flight.side.flags)
+        coded.commit(coding.work, coding.staged, coding.units, unused)
         if coding.decoder is not None:
             self.decode(flight, coding.work)
         if coding.sample is not None:
@@ -290,6 +306,7 @@ class CodecPipeline(Pipeline):
 
     def load_state_dict(self, saved: Saved) -> None:
         self.memory.load_state_dict(saved)
+        self.now, self.share = NO_UNITS, NO_SHARE  # steps may be counted from an earlier one again
 
     def close(self) -> None:
         self.worker.close(drain=False)
@@ -303,10 +320,9 @@ def note_applied(flights: Sequence[Flight]) -> None:
         flight.span.applied_ns = now_ns
 
 
-def unused_in(flight: Flight) -> set[str]:
-    """Parameters that no rank had a gradient of: nobody is given a mean, so what was kept of them stays."""
-    flags = flight.side.flags.tolist()
-    return {slot.name for slot, flag in zip(flight.bucket.slots, flags, strict=True) if not flag > 0}
+def unused_in(slots: Sequence[Slot], flags: Tensor) -> set[str]:
+    """Parameters that nobody had a gradient of: they are given none, so what was kept of them stays."""
+    return {slot.name for slot, flag in zip(slots, flags.tolist(), strict=True) if not flag > 0}
 
 
 def take_beyond(values: Tensor, dtype: torch.dtype) -> Tensor | None:

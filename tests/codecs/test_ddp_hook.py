@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -138,8 +140,9 @@ class Slopes(nn.Module):
         super().__init__()
         self.first, self.second = nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(600))
 
-    def forward(self, first: Tensor, second: Tensor) -> Tensor:
-        return (self.first * first).sum() + (self.second * second).sum()
+    def forward(self, first: Tensor, second: Tensor | None) -> Tensor:
+        loss = (self.first * first).sum()
+        return loss if second is None else loss + (self.second * second).sum()
 
 
 def slopes(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -179,6 +182,59 @@ def scaled_law(fabric: syncline.Fabric, bad: int) -> Tensor:
 def test_sent_plus_kept_is_the_gradient_with_a_scale_that_changes_and_one_bad_bucket(bad: int) -> None:
     for missing in syncline.run(partial(scaled_law, bad=bad), ranks=2, fabric="torch"):
         assert missing.abs().max() < 1e-5
+
+
+def law_of_seldom_used(fabric: syncline.Fabric, codec: str, is_used: Callable[[int, int], bool], **how: bool) -> float:
+    """How far off the law is where `second` is used in some passes only, of which two make a step.
+
+    The first pass of a step is synchronized too, or left to the second with `no_sync`.
+    """
+    pauses = how.pop("pauses", False)
+    model = Slopes()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    hook = attach(ddp, codec, optimizer)
+    wanted = torch.zeros(1200)
+    for number in range(24):
+        first, second = slopes(number, fabric.rank)
+        uses = [is_used(number, rank) for rank in range(2)]
+        with ddp.no_sync() if pauses and number % 2 == 0 else nullcontext():
+            ddp(first, second if uses[fabric.rank] else None).backward()
+        for rank in range(2):
+            first, second = slopes(number, rank)
+            wanted += 0.5 * torch.cat([first, second * uses[rank]]) / 2
+        if number % 2:
+            never = not any(is_used(at, rank) for at in (number - 1, number) for rank in range(2))
+            assert (model.second.grad is None) == never
+            optimizer.step()
+            optimizer.zero_grad()
+    kept = torch.cat([hook.kept[name] * hook.worth[name] for name in ("first", "second")])
+    fabric.all_reduce(kept, op="mean")
+    hook.close()
+    return float((kept - torch.cat([model.first, model.second]).detach() - wanted).abs().max())
+
+
+SELDOM = {
+    "by nobody in some steps": lambda number, rank: number % 8 < 2,
+    "by nobody in some passes": lambda number, rank: number % 4 == 0,
+    "by nobody in the first passes of steps": lambda number, rank: number % 4 == 3,
+    "by one or by nobody": lambda number, rank: number % 6 == 2 * rank,
+}
+
+
+def laws_of_seldom_used(fabric: syncline.Fabric, codec: str) -> dict[str, float]:
+    return {
+        f"{when}, {how}": law_of_seldom_used(fabric, codec, is_used, **how)
+        for when, is_used in SELDOM.items()
+        for how in ({}, {"gradient_as_bucket_view": True}, {"pauses": True})
+    }
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("codec", ["topk:0.05", "int8", "onebit", "dgc:0.05,momentum=0,warmup=0"])
+def test_of_what_no_rank_used_nothing_that_was_kept_is_lost(codec: str) -> None:
+    for found in syncline.run(partial(laws_of_seldom_used, codec=codec), ranks=2, fabric="torch"):
+        assert max(found.values()) < 1e-4, found
 
 
 def momentum_error(fabric: syncline.Fabric, codec: str) -> float:

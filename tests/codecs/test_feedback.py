@@ -159,26 +159,137 @@ def test_what_is_kept_is_not_sent_in_a_pass_that_nobody_uses(codec: str, mode: s
         assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("counts", [(4, 4), (3, 4), (5, 1, 3)], ids=str)
+AFTERWARDS = 2  # steps of all ranks after uneven ones
+
+
+def batches_of(counts: tuple[int, ...], step: int) -> list[int]:
+    """The ranks that have a batch for a step."""
+    return [rank for rank, count in enumerate(counts) if step < count or step >= max(counts)]
+
+
+def moved_unevenly(fabric: syncline.Fabric, codec: str, counts: tuple[int, ...], **how: str) -> tuple[Tensor, Tensor]:
+    """How far parameters went and what is still kept, in the units of a step."""
+    model = Steep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    divide_by = how.pop("divide_by")
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, check_every=1, **how, **SMALL)
+
+    def train(steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model(slopes_of(step, fabric.rank)).backward()
+            optimizer.step()
+
+    with sync.join(divide_by):
+        train(range(counts[fabric.rank]))
+    train(range(max(counts), max(counts) + AFTERWARDS))
+    sync.drain()
+    state = sync.state_dict()["codec_state"]
+    kept = [state["kept"][name] * state["worth"][name] for name, _ in model.named_parameters()]
+    return torch.cat([-p.detach().flatten() for p in model.parameters()]).double(), torch.cat(kept).double()
+
+
+def mean_slope(counts: tuple[int, ...], step: int, divide_by: str) -> Tensor:
+    """Over the ranks that have a batch, or over all where the others count as zero."""
+    ranks = batches_of(counts, step)
+    slopes = [torch.cat([slope.flatten() for slope in slopes_of(step, rank)]).double() for rank in ranks]
+    return sum(slopes) / (len(counts) if divide_by == "world" else len(ranks))
+
+
+@pytest.mark.parametrize("divide_by", ["world", "active"])
+@pytest.mark.parametrize("counts", [(4, 4), (3, 4), (5, 1, 3), (1, 1, 6, 1)], ids=str)
 @pytest.mark.parametrize("codec", ["int8", "topk:0.1", "powersgd:2", "dgc:0.1,momentum=0"])
-def test_sent_plus_kept_is_the_gradient_after_uneven_batches(codec: str, counts: tuple[int, ...]) -> None:
-    def work(fabric: syncline.Fabric) -> Tensor:
+def test_sent_plus_kept_is_the_gradient_after_uneven_batches(
+    codec: str, counts: tuple[int, ...], divide_by: str
+) -> None:
+    check_uneven_law(codec, counts, divide_by)
+
+
+@pytest.mark.parametrize("how", [{"mode": "delayed"}, {"collective": "hierarchical:sizes=2+1"}], ids=str)
+def test_sent_plus_kept_is_the_gradient_after_uneven_batches_elsewhere(how: dict[str, str]) -> None:
+    """Where passes arrive late, and where ranks talk for others."""
+    for divide_by in ("world", "active"):
+        check_uneven_law("topk:0.1", (5, 1, 3), divide_by, **how)
+
+
+@pytest.mark.parametrize("codec", ["int8", "topk:0.1"])
+@pytest.mark.parametrize("counts", [(3, 4), (5, 1, 3)], ids=str)
+def test_sent_plus_kept_is_how_far_ranks_went_after_uneven_batches(codec: str, counts: tuple[int, ...]) -> None:
+    """Where parameters travel, means are over the ranks that still have data, whatever is asked for."""
+    check_uneven_law(codec, counts, "active", mode="local:every=1")
+
+
+def check_uneven_law(codec: str, counts: tuple[int, ...], divide_by: str, **how: str) -> None:
+    work = partial(moved_unevenly, codec=codec, counts=counts, divide_by=divide_by, **how)
+    found = syncline.run(work, ranks=len(counts), fabric="threads")
+    exact = sum(0.1 * mean_slope(counts, step, divide_by) for step in range(max(counts) + AFTERWARDS))
+    kept = torch.stack([kept for _, kept in found]).mean(0)
+    for moved, _ in found:
+        torch.testing.assert_close(moved + kept, exact, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("divide_by", ["world", "active"])
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
+def test_what_was_kept_is_not_sent_more_than_once_over_where_fewer_ranks_are_left(mode: str, divide_by: str) -> None:
+    """All ranks but one have no more data, and what that one has is zero: what comes is what was kept, as it was owed.
+
+    Everything is sent in that step, so nothing has to be made up for later.
+    """
+
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, Tensor]:
+        model = nn.Linear(50, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode, codec="topk:0.5")
+        slopes = torch.randn(2, 50, generator=torch.Generator().manual_seed(fabric.rank))
+        start = model.weight.detach().clone()
+        with sync.join(divide_by):
+            for step in range(2 if fabric.rank == 1 else 1):
+                optimizer.zero_grad()
+                (model(slopes[step]) * (1 - step)).sum().backward()
+                optimizer.step()
+        assert not sync.reducer.pipeline.counts_active  # after `join` nobody asks any more
+        sync.drain()
+        kept = sync.state_dict()["codec_state"]["kept"]["weight"]
+        assert not kept.any()
+        return start - model.weight.detach(), slopes[:1]
+
+    found = syncline.run(work, ranks=4, fabric="threads")
+    exact = torch.stack([slope for _, slope in found]).mean(0)
+    for moved, _ in found:
+        torch.testing.assert_close(moved, exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("divide_by", ["world", "active"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_goes_on_as_it_was_where_fewer_ranks_are_left(nesterov: bool, divide_by: str) -> None:
+    counts, codec = (5, 1, 3), f"dgc:1.0,momentum=0.5,nesterov={str(nesterov).lower()}"
+    work = partial(moved_unevenly, codec=codec, counts=counts, divide_by=divide_by)
+    alone = torch.zeros(24 * 20 + 37 + 16 * 12 * 2, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([alone], lr=0.1, momentum=0.5, nesterov=nesterov)
+    for step in range(max(counts) + AFTERWARDS):
+        alone.grad = mean_slope(counts, step, divide_by)
+        optimizer.step()
+    for moved, _ in syncline.run(work, ranks=len(counts), fabric="threads"):
+        torch.testing.assert_close(moved, -alone.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_step_that_is_made_again_is_worth_what_it_is_now() -> None:
+    """A run that goes back to a checkpoint, and makes the step after it at another learning rate."""
+
+    def work(fabric: syncline.Fabric) -> set[float]:
         model = Steep()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, **SMALL)
-        with sync.join():
-            for step in range(counts[fabric.rank]):
-                optimizer.zero_grad()
-                model(slopes_of(step, fabric.rank)).backward()
-                optimizer.step()
-        kept = sync.state_dict()["codec_state"]["kept"]
-        pairs = [(p.detach().flatten(), 0.1 * kept[name]) for name, p in model.named_parameters()]
-        return torch.cat([left - moved for moved, left in pairs]).double()
+        sync = syncline.Sync(model, optimizer, fabric=fabric, codec="topk:0.1")
+        saved = copy.deepcopy(sync.state_dict())
+        for rate in (0.1, 0.01):
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+            sync.load_state_dict(saved)
+            model(slopes_of(0, fabric.rank)).backward()
+            optimizer.step()
+        return set(sync.state_dict()["codec_state"]["worth"].values())
 
-    found = torch.stack(syncline.run(work, ranks=len(counts), fabric="threads")).mean(0)
-    slopes = [slopes_of(step, rank) for rank, count in enumerate(counts) for step in range(count)]
-    exact = sum(torch.cat([slope.flatten() for slope in some]).double() for some in slopes) * 0.1 / len(counts)
-    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    assert syncline.run(work, ranks=2, fabric="threads") == [{0.01}, {0.01}]
 
 
 def trained(

@@ -21,27 +21,37 @@ def violation(fabric: syncline.Fabric, sync: syncline.Sync, name: str, moved: Te
     return float((moved + fabric.all_reduce(kept, op="mean") - wanted).norm() / wanted.norm())
 
 
-def seldom_used(fabric: syncline.Fabric, codec: str) -> list[float]:
-    """The second parameter is used by nobody in three steps of four."""
+def seldom_used(fabric: syncline.Fabric, codec: str, mode: str = "sync", in_turn: bool = False) -> list[float]:
+    """The second parameter is used in one step of four, by all ranks or by one after the other."""
     model = nn.ParameterDict({"often": torch.zeros(WIDTH), "seldom": torch.zeros(WIDTH)})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, mode=mode)
     slopes = {name: torch.zeros(WIDTH) for name in model}
     generator = torch.Generator().manual_seed(fabric.rank)
     for step in range(20):
         optimizer.zero_grad()
-        used = ["often", "seldom"] if step % 4 == 0 else ["often"]
+        used = ["often", "seldom"] if step % 4 == fabric.rank * in_turn else ["often"]
         given = {name: torch.randn(WIDTH, generator=generator) for name in used}
         sum((model[name] * slope).sum() for name, slope in given.items()).backward()
         optimizer.step()
         for name, slope in given.items():
             slopes[name] += slope
+    sync.drain()
     return [violation(fabric, sync, name, -model[name].detach(), slopes[name]) for name in model]
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_of_what_nobody_used_nothing_that_was_kept_is_lost(codec: str) -> None:
     for found in syncline.run(partial(seldom_used, codec=codec), ranks=2, fabric="threads"):
+        assert max(found) < 1e-5
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("mode", ["async", "bounded:ahead=2", "bounded:ahead=0"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_of_what_a_worker_did_not_use_nothing_that_was_kept_is_lost(codec: str, mode: str, in_turn: bool) -> None:
+    work = partial(seldom_used, codec=codec, mode=mode, in_turn=in_turn)
+    for found in syncline.run(work, ranks=2, fabric="threads"):
         assert max(found) < 1e-5
 
 

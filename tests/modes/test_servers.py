@@ -9,7 +9,7 @@ from math import inf
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import SGD
 
 import syncline
@@ -189,6 +189,33 @@ def test_a_nan_discards_the_push_of_its_worker_alone() -> None:
     for found, version in syncline.run(work, ranks=2, fabric="threads"):
         assert version == 7
         assert torch.equal(found, torch.full((3,), START - RATE * (4 * slope_of(0) + 3 * slope_of(1))))
+
+
+@pytest.mark.parametrize("codec", ["powersgd:1", "rules:codec=(dgc:0.1,warmup=0),below=0"])
+def test_a_parameter_that_a_worker_does_not_use_keeps_its_state_at_both_ends(codec: str) -> None:
+    """What a codec remembers of it, and its momentum; the other parameter's goes on."""
+
+    def work(fabric: syncline.Fabric) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        model = nn.ParameterDict({"often": torch.zeros(6, 8), "seldom": torch.zeros(6, 8)})
+        optimizer = SGD(model.parameters(), lr=RATE)
+        sync = syncline.Sync(model, optimizer, fabric=fabric, mode="async", codec=codec)
+        draws = torch.Generator().manual_seed(0)
+        ends = []
+        for used in (["often", "seldom"], ["often"]):
+            optimizer.zero_grad()
+            sum((model[name] * torch.randn(6, 8, generator=draws)).sum() for name in used).backward()
+            optimizer.step()
+            ear = sync.driver.service.attendants[0].ears[0]
+            ends.append((dict(sync.driver.push.memory.coded[0].state), dict(ear.state)))
+        sync.close()
+        return ends
+
+    ((before, now),) = syncline.run(work, ranks=1, fabric="threads")
+    for then, afterwards in zip(before, now, strict=True):
+        assert {key for key in then if not torch.equal(then[key], afterwards[key])} <= {
+            key for key in then if key.startswith("often/")
+        }
+    assert any(not torch.equal(before[0][key], now[0][key]) for key in before[0] if key.startswith("often/"))
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk:0.5", "onebit", "dgc:0.5,warmup=0"])

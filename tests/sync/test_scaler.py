@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -125,6 +126,43 @@ def test_what_was_clipped_together_with_an_overflow_is_not_used() -> None:
         assert all(map(torch.equal, path[2], path[1]))
         assert not any(map(torch.equal, path[3], path[2]))
         assert all(bool(parameter.isfinite().all()) for parameter in path[3])
+
+
+OVERFLOWS = 11  # one more than steps that all optimizers skip may be in a row
+
+
+def overflow_again_and_again(fabric: syncline.Fabric | None, ranks: list[int]) -> tuple[list[list[Tensor]], float]:
+    """Parameters after each step, in which the gradients of the first model are infinite on rank 1, but in the last."""
+    models = two_models()
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    if fabric is not None:
+        syncline.Sync(models, optimizers, fabric=fabric, scaler=scaler, check_every=1)
+    path = [[parameter.detach().clone() for parameter in models.parameters()]]
+    for step in range(OVERFLOWS + 1):
+        models.zero_grad()
+        for rank in ranks:
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank)).double()
+            first, second = (model(x).square().mean() / len(ranks) for model in models)
+            overflows = rank == 1 and step < OVERFLOWS
+            scaler.scale(first * (torch.inf if overflows else 1.0) + second).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        path.append([parameter.detach().clone() for parameter in models.parameters()])
+    return path, scaler.get_scale()
+
+
+def test_many_overflows_in_the_gradients_of_one_optimizer_are_no_error_and_the_other_goes_on() -> None:
+    expected, scale = overflow_again_and_again(None, [0, 1])
+    assert scale == 2.0 ** (16 - OVERFLOWS)
+    ranks = syncline.run(lambda fabric: overflow_again_and_again(fabric, [fabric.rank]), 2, "threads")
+    for path, own_scale in ranks:
+        assert own_scale == scale
+        torch.testing.assert_close(path, expected, rtol=1e-9, atol=1e-9)
+        for before, now in pairwise(path[:-1]):
+            assert [torch.equal(*pair) for pair in zip(before, now, strict=True)] == [True, True, False, False]
+        assert not any(map(torch.equal, path[-2], path[-1]))
 
 
 @pytest.mark.parametrize("codec", ["int8", "topk:0.5"])

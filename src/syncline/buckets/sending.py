@@ -72,7 +72,7 @@ class Sender:
             if self.pipeline.keeps and not self.sparse_are_finite(current):
                 bucket.side.bad.fill_(1)  # what a codec keeps is kept before sparse gradients are averaged
             write_verdict(bucket, self.fabric.rank, failed, current.turn, current.late, bool(current.unfrozen))
-        current.flights.append(self.pipeline.start(current.number, bucket))
+        current.flights.append(self.pipeline.start(current.number, bucket, current.has_data))
         current.next_bucket += 1
         current.produced += not current.failed
         self.tell(current, Doing.FAILED if current.failed else Doing.BACKWARD)

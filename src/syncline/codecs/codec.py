@@ -38,6 +38,7 @@ class Place:
     seed: int  # of the job, the same on all ranks
     parts: tuple[Part, ...]
     loss_scale: float = 1.0  # by which gradients are larger than those of the loss
+    share: float = 1.0  # by which what comes is larger than the mean over ranks, where some of them have no data
 
     def number(self, *what: object) -> int:
         """A random number that depends on the job, the step, the first parameter and `what`, and on no other state."""

@@ -5,8 +5,8 @@
 
 The mean of momenta is the momentum of the mean, so what goes as it is comes out as SGD with momentum has it, and what
 goes through a codec comes out as the same, later. A momentum has the size of gradients of the loss itself, so that its
-scale may change between steps. It does not follow the learning rate, as that of torch.optim.SGD does not.
-(Lin and others 2017)
+scale may change between steps, and counts as much as when it was made, so that the number of ranks with data may. It
+does not follow the learning rate, as that of torch.optim.SGD does not. (Lin and others 2017)
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class Correction:
         if self.clip:
             limit = self.clip * place.loss_scale / place.world**0.5
             values.mul_((limit / values.norm().clamp(min=1e-12)).clamp(max=1.0))
-        momentum = momentum_in(state, place.parts, values).mul_(place.loss_scale)
+        scale = place.loss_scale / place.share
+        momentum = momentum_in(state, place.parts, values).mul_(scale)
         if self.nesterov:
             momentum.add_(values).mul_(self.momentum)
             values.add_(momentum)
         else:
             momentum.mul_(self.momentum).add_(values)
             values.copy_(momentum)
-        return momentum_by_part(momentum.div_(place.loss_scale), place.parts)
+        return momentum_by_part(momentum.div_(scale), place.parts)
 
 
 def momentum_in(state: State, parts: Sequence[Part], like: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 Kept in fp32, by parameter. It is kept in the units of a step, not of a gradient: when the learning rate changes it is
 scaled so that the step it stands for stays the same, and when the scale of the loss changes it follows the gradients.
+So it is where means are over fewer ranks than all: what was kept counts as it did in the pass in which it was kept.
 In a step with a learning rate of 0 nothing that was kept is sent, because it would be lost.
 """
 
@@ -18,10 +19,11 @@ from syncline.codecs.codec import Part
 
 @dataclass(frozen=True)
 class Units:
-    """What a gradient is worth now: the learning rate of each parameter, and the scale of the loss."""
+    """What a gradient is worth now: the learning rate of each parameter, the scale of the loss, and its share."""
 
     learning_rates: dict[str, float]
     loss_scale: float = 1.0
+    share: float = 1.0  # of a rank in what comes, against that in the mean over all: more where fewer have data
 
 
 class Feedback:
@@ -56,4 +58,4 @@ class Feedback:
 
 def worth_of(name: str, units: Units) -> float:
     """How far a step goes for a unit of this parameter's gradient."""
-    return units.learning_rates.get(name, 1.0) / units.loss_scale
+    return units.learning_rates.get(name, 1.0) * units.share / units.loss_scale

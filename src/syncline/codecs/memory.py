@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.correction import Correction
-from syncline.codecs.feedback import Feedback
+from syncline.codecs.feedback import Feedback, Units
 
 Saved = dict[str, dict[str, Any]]
 
@@ -36,6 +36,16 @@ class Coded:
     def correct(self, values: Tensor, place: Place) -> State:
         """What becomes of a gradient before what was kept is added; returns the state that this changes."""
         return {} if self.correction is None else self.correction.apply(values, self.state, place)
+
+    def commit(self, left: Tensor, state: State, units: Units, unused: Container[str]) -> None:
+        """Keep what a good pass has left, of gradients that were worth this much."""
+        self.adopt(state, unused)
+        if self.feedback is not None:
+            self.feedback.commit(left, units, unused)
+
+    def adopt(self, state: State, unused: Container[str]) -> None:
+        """Go on with this state; parameters that nobody used keep theirs, because what was said of them is not used."""
+        self.state = state | state_of(self.state, unused)
 
 
 class Memory:
@@ -68,6 +78,11 @@ class Memory:
         self.saved = {kind: dict(values) for kind, values in saved.items()}
         for coded in self.coded.values():
             restore(coded, self.saved)
+
+
+def state_of(state: State, names: Container[str]) -> State:
+    """What of a state belongs to these parameters."""
+    return {key: value for key, value in state.items() if key.rpartition("/")[0] in names}
 
 
 def restore(coded: Coded, saved: Saved) -> None:

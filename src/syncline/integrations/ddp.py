@@ -8,6 +8,10 @@ that is not finite on some rank is averaged as it is, so that GradScaler sees it
 other buckets of that pass by then; but what was kept, of all of them, stays as it was before the pass. So until the end
 of a pass there are two copies of what is kept; `Sync`, which hands out no mean before all are there, has one.
 
+With `find_unused_parameters=True` DDP throws away what comes of a parameter that no rank has used, and leaves its
+gradient as it is. It does not tell hooks, so this one watches gradients come and asks the other ranks, in the message
+that also says whether all is finite: what was kept of such a parameter stays.
+
 A new DDP has other buckets in its first step than later, and what codecs choose depends on buckets. A run that goes on
 from a state therefore takes the gradients of its first pass together as those of the saved run were.
 """
@@ -23,11 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from syncline.codecs.answers import converse
 from syncline.codecs.codec import Codec, Part, Place, State
 from syncline.codecs.feedback import Units, worth_of
-from syncline.codecs.memory import Coded
+from syncline.codecs.memory import Coded, state_of
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, Times
@@ -77,6 +82,7 @@ class Pass:
 
     step: int
     units: Units  # what gradients are worth
+    used: set[str]  # parameters that this rank has a gradient of
     arrived: list[Arrived] = field(default_factory=list)
     kept: dict[str, Tensor] = field(default_factory=dict)
     state: State = field(default_factory=dict)
@@ -103,6 +109,9 @@ class CodecHook:
         self.optimizer = optimizer
         self.scaler = scaler
         self.names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self.leaves_unused = model.find_unused_parameters or model.static_graph  # where no rank has a gradient
+        self.used = self.used_at_first()  # since the last pass that was averaged
+        self.watches = self.watch(model) if self.leaves_unused else []
         self.fabric: Fabric = TorchFabric(model.process_group, Deadlines()).sibling()
         self.worker = Worker(f"rank {self.fabric.rank} encodes for DDP")
         self.fabric.at_close.append(lambda: self.worker.close(drain=False))
@@ -110,18 +119,32 @@ class CodecHook:
         self.worth: dict[str, float] = {}
         self.state: State = {}
         self.step = 0  # passes that came to their end
-        self.now = Pass(0, Units({}))
+        self.now = Pass(0, Units({}), self.used)
         self.buckets: list[list[str]] = []  # of the last pass, by the names of parameters
         self.saved_buckets: list[list[str]] | None = None  # for the first pass of a run that goes on
+
+    def used_at_first(self) -> set[str]:
+        """Parameters that count as used before any gradient has come: all, where DDP gives all of them a mean."""
+        return set() if self.leaves_unused else set(self.names.values())
+
+    def watch(self, model: DistributedDataParallel) -> list[RemovableHandle]:
+        """Note which parameters gradients come of, in passes that are averaged and in those before, as DDP does."""
+
+        def came(parameter: Tensor) -> None:
+            self.used.add(self.names[id(parameter)])
+
+        return [p.register_post_accumulate_grad_hook(came) for p in model.module.parameters() if p.requires_grad]
 
     def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Begin with a `dist.GradBucket`; the future is what DDP waits for. Buckets come in order."""
         if bucket.index() == 0:
-            self.now = Pass(self.step + 1, self.units())
+            self.now = Pass(self.step + 1, self.units(), self.used)
         arrived = Arrived(bucket.buffer(), self.parts_of(bucket.parameters()), torch.futures.Future())
         now, is_last = self.now, bucket.is_last()
         now.arrived.append(arrived)
-        self.step += is_last
+        if is_last:
+            self.step += 1
+            self.used = self.used_at_first()
         if self.saved_buckets is None:
             self.submit(partial(self.average, arrived.flat, arrived.parts, now), [arrived], now, is_last)
         elif is_last:
@@ -169,24 +192,28 @@ class CodecHook:
         place = Place(self.fabric.rank, self.fabric.world, now.step, self.seed, parts, now.units.loss_scale)
         state = coded.state | coded.correct(work, place)
         self.add_kept(work, parts, now.units)
-        if self.all_finite(work):
-            self.encode(work, state, place, now)
-        else:
+        is_bad, used = self.agree(work, parts, now)
+        if is_bad:
             self.fabric.all_reduce(work, op="mean")
-        flat.copy_(work)
+        else:
+            self.encode(work, state, place, now, used)
+        for part in used:
+            flat[part.lo : part.hi] = work[part.lo : part.hi]
         now.is_good &= is_finite(flat)
 
-    def all_finite(self, work: Tensor) -> bool:
-        """On all ranks."""
-        bad = torch.tensor([int(not is_finite(work))], dtype=torch.int32, device=work.device)
-        return not self.fabric.all_reduce(bad, op="max").item()
+    def agree(self, work: Tensor, parts: tuple[Part, ...], now: Pass) -> tuple[bool, list[Part]]:
+        """Whether something is not finite on some rank, and which parameters some rank has used."""
+        own = [not is_finite(work), *(part.name in now.used for part in parts)]
+        told = self.fabric.all_reduce(torch.tensor(own, dtype=torch.int32, device=work.device), op="max")
+        is_bad, *flags = told.tolist()
+        return bool(is_bad), [part for part, flag in zip(parts, flags, strict=True) if flag]
 
-    def encode(self, work: Tensor, state: State, place: Place, now: Pass) -> None:
+    def encode(self, work: Tensor, state: State, place: Place, now: Pass, used: Sequence[Part]) -> None:
         """Carry the codec's conversation through, and note what is to be kept."""
         decoder, _ = converse(self.codec.reduce(work, state, place), self.fabric, "auto")
-        now.state |= state
+        now.state |= state_of(state, {part.name for part in used})
         if self.codec.feedback:
-            counting = [part for part in place.parts if worth_of(part.name, now.units)]
+            counting = [part for part in used if worth_of(part.name, now.units)]
             now.kept |= {part.name: work[part.lo : part.hi].clone() for part in counting}
         decoder(work)
 
@@ -249,6 +276,8 @@ class CodecHook:
 
     def close(self) -> None:
         """Let the thread and the process group of the hook end."""
+        for handle in self.watches:
+            handle.remove()
         self.fabric.close()
 
 

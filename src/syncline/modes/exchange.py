@@ -45,6 +45,7 @@ class Exchange:
     def __init__(self, replica: Replica, groups: Sequence[Named]) -> None:
         self.fabric = replica.fabric
         self.pipeline = replica.pipeline(replica.fabric, Units({}))
+        self.pipeline.counts_active = True
         self.bucket_bytes = replica.settings.bucket_bytes
         self.rounds = 0
         self.buckets = 0
@@ -78,7 +79,7 @@ class Exchange:
             bucket.side.flags.fill_(1)
             if bucket is fragment.buckets[-1]:
                 write_verdict(bucket, self.fabric.rank, False, int(contributes), late=has_data and not contributes)
-        fragment.flights = [self.pipeline.start(self.rounds, bucket) for bucket in fragment.buckets]
+        fragment.flights = [self.pipeline.start(self.rounds, bucket, contributes) for bucket in fragment.buckets]
         is_used = partial(lambda flights: read_verdict(flights).is_good, fragment.flights)
         fragment.ending = self.pipeline.finish(fragment.flights, is_used)
 

@@ -133,12 +133,13 @@ class GradientDriver(Driver):
 
     def divide(self, divide_by: DivideBy) -> None:
         self.divide_by = divide_by
+        self.reducer.pipeline.counts_active = divide_by == "active"
 
     def keep_company(self) -> None:
         self.drain()
         while self.still_active():
             pass
-        self.divide_by = "world"
+        self.divide("world")
         self.reducer.turns.begin()
         self.replica.take_state_of(self.last_active)
 

@@ -19,7 +19,7 @@ from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, Mirror, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, read_words, words_of
 from syncline.modes.serving.server import Gradients, Server
-from syncline.pipeline import parts_of
+from syncline.pipeline import parts_of, unused_in
 from syncline.replicas import pack
 
 log = logging.getLogger(__name__)
@@ -122,16 +122,18 @@ class Attendant:
         numel = sum(slot.parameter.numel() for slot in slots)
         if len(message.payload) < numel + count and len(message.body) < count:
             raise CorruptMessage(f"rank {self.worker} pushed too little for {numel} gradients of {count} parameters")
-        if len(message.payload):
-            values, flags = message.payload[:numel], message.payload[numel : numel + count]
-        else:
-            flags = message.body[:count]
-            values = self.ears[message.number].hear(message.body[count:], message.step, torch.device("cpu"))
+        is_coded = not len(message.payload)
+        unused = unused_in(slots, message.body[:count] if is_coded else message.payload[numel : numel + count])
+        values = self.hear(message, count, unused) if is_coded else message.payload[:numel]
         return {
             part.name: values[part.lo : part.hi].to(slot.parameter.dtype)
-            for part, slot, flag in zip(parts_of(slots), slots, flags.tolist(), strict=True)
-            if flag > 0
+            for part, slot in zip(parts_of(slots), slots, strict=True)
+            if part.name not in unused
         }
+
+    def hear(self, message: Message, count: int, unused: set[str]) -> Tensor:
+        """What the worker meant by the words behind so many flags."""
+        return self.ears[message.number].hear(message.body[count:], message.step, torch.device("cpu"), unused)
 
     def commit(self, message: Message) -> None:
         """Apply what was staged, let the worker wait for its turn, and give it the parameters."""

@@ -7,6 +7,7 @@ last: the server has a mirror of what the worker has, so whatever was left out i
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Container
 
 import torch
 from torch import Tensor
@@ -54,15 +55,15 @@ class Coder:
         decoder(meant)
         return pack(said), meant, state
 
-    def hear(self, words: Tensor, step: int, device: torch.device) -> Tensor:
-        """What was meant; the state goes on."""
+    def hear(self, words: Tensor, step: int, device: torch.device, unused: Container[str] = ()) -> Tensor:
+        """What was meant; the state goes on, but not that of parameters that the other end did not use."""
         state = dict(self.state)
         parts = self.coded.parts
         zeros = torch.zeros(parts[-1].hi if parts else 0, device=device)
         decoder = listen(self.codec.reduce(zeros, state, self.place(step)), unpack(words))
         meant = torch.empty_like(zeros)
         decoder(meant)
-        self.state = state
+        self.coded.adopt(state, unused)
         return meant
 
     def place(self, step: int) -> Place:

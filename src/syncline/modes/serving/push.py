@@ -21,7 +21,7 @@ from syncline.guards.finite import has_room, is_finite
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server
-from syncline.pipeline import Flight, Pipeline, note_applied, parts_of, to_be_kept
+from syncline.pipeline import Flight, Pipeline, note_applied, parts_of, to_be_kept, unused_in
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Pushed:
     left: Tensor  # what was not sent
     state: State
     units: Units
+    unused: set[str]  # parameters that this worker had no gradient of, which its server leaves where they are
 
 
 class NotYet:
@@ -88,7 +89,7 @@ class PushPipeline(Pipeline):
 
         return self.worker.submit(timed, what, self.fabric.deadlines.operation)
 
-    def start(self, step: int, bucket: Bucket) -> Flight:
+    def start(self, step: int, bucket: Bucket, has_data: bool = True) -> Flight:
         if bucket.number not in self.server_of:
             names = ", ".join(slot.name for slot in bucket.slots[:3])
             raise ConfigError(f"{names} began to need gradients after servers were set up; unfreeze it before Sync")
@@ -132,7 +133,7 @@ class PushPipeline(Pipeline):
         if not has_room(work, 1):
             return None
         words, _, state = coder.say(work, step, own)
-        self.pushed[bucket.number] = Pushed(coded, work, state, units)
+        self.pushed[bucket.number] = Pushed(coded, work, state, units, unused_in(bucket.slots, side.flags))
         is_kept = all(has_room(tensor, 1) for tensor in to_be_kept(coded, work, state))
         return words if is_kept else None
 
@@ -150,9 +151,7 @@ class PushPipeline(Pipeline):
         pushed, self.pushed = self.pushed, {}
         for number, one in pushed.items():
             if self.server_of[number] in applied:
-                one.coded.state = one.state
-                if one.coded.feedback is not None:
-                    one.coded.feedback.commit(one.left, one.units)
+                one.coded.commit(one.left, one.state, one.units, one.unused)
 
     def state_dict(self) -> Saved:
         return self.memory.state_dict()
