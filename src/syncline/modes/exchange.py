@@ -32,6 +32,7 @@ class Fragment:
     buckets: list[Bucket]
     flights: list[Flight] = field(default_factory=list)
     ending: Handle | None = None
+    is_sound: bool = False  # when it left, this rank's part of it was finite and could be added up
 
     @property
     def slots(self) -> list[Slot]:
@@ -70,7 +71,8 @@ class Exchange:
     def leave(self, fragment: Fragment, fill: Fill, has_data: bool) -> None:
         """Send a fragment off."""
         self.rounds += 1
-        contributes = has_data and self.filled(fragment, fill)
+        fragment.is_sound = self.filled(fragment, fill)
+        contributes = has_data and fragment.is_sound
         for bucket in fragment.buckets:
             if not contributes:
                 bucket.side.values.zero_()

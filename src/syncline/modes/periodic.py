@@ -3,12 +3,14 @@
 Steps are counted by rounds of the optimizers, and with a GradScaler by its updates, because it may leave out a step on
 one rank only. What a rank does between meetings is its own business: a gradient that is not finite skips its step
 there, and a rank whose parameters are not finite, or too large to be added up, contributes nothing and takes the mean
-of the others. A meeting of which nothing comes, because no rank has anything to contribute or because a codec cannot go
-on from what it has kept, is skipped by all ranks: each keeps what it has, and too many in a row are an error.
+of the others, or where these have no data any more, what they have. A meeting of which nothing comes, because no rank
+is sound or because a codec cannot go on from what it has kept, is skipped by all ranks: each keeps what it has, and too
+many in a row are an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,7 +32,7 @@ from syncline.modes.outer import Outer
 from syncline.modes.period import OptimizerPolicy, Period
 from syncline.modes.replica import Replica
 from syncline.pipeline import Pipeline
-from syncline.replicas import average_optimizers, broadcast_optimizers
+from syncline.replicas import average_optimizers, broadcast_tensors
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Heard:
     bad: tuple[str, ...]  # parameters, of which one is too large on some rank
     means: dict[str, Tensor]  # by parameter, if there is nothing bad
     astray: bool = False  # a rank has data, and nothing to say that can be used
+
+    @property
+    def is_silence(self) -> bool:
+        """Nobody has data any more."""
+        return not self.active and not self.astray
 
     def copied(self) -> Heard:
         """With means that are nobody else's memory."""
@@ -72,7 +79,7 @@ class PeriodicDriver(Driver):
         self.met_at = warmup  # the step of the last meeting
         self.equal_at = warmup  # the step after which all ranks were last equal
         self.is_alone = False  # has no data any more
-        self.last_active = 0  # the lowest rank that had something to say at the last meeting of any
+        self.last_active = 0  # the lowest rank that others could take something from, at the last meeting of any
         self.is_draining = False  # all meet in one place
         self.skipping = Skipping(replica.settings.nonfinite, replica.settings.most_skips, "meeting")
         self.skipped = False  # the last meeting
@@ -224,16 +231,22 @@ class PeriodicDriver(Driver):
     def arrive(self) -> bool:
         """Take in what all ranks have said; whether any of them still has data."""
         heard, self.kept = self.kept or self.hear(), None
-        self.skipped = self.skipping.judge(self.what_is_wrong(heard))
-        if heard.active and not self.skipped:
-            self.take(heard)
+        source = None if heard.is_silence else self.judge(heard)
+        if source is not None:
+            self.take(heard, source)
         self.meetings += 1
-        if heard.active and not self.skipped:
-            self.last_active = heard.active[0]
+        if source is not None:
             self.settle_optimizers(is_left_out=not heard.contributed and not self.is_alone)
-            self.replica.settle_buffers(heard.active[0])
+            self.replica.settle_buffers(source)
             self.compare()
-        return bool(heard.active) or heard.astray
+        return not heard.is_silence
+
+    def judge(self, heard: Heard) -> int | None:
+        """The first of the ranks that others can take something from; None if all skip the meeting."""
+        sources = heard.active or self.sound_ranks()
+        self.last_active = sources[0] if sources else self.last_active
+        self.skipped = self.skipping.judge(self.what_is_wrong(heard, sources))
+        return None if self.skipped else self.last_active
 
     def hear(self) -> Heard:
         """Wait for the fragment that is under way."""
@@ -248,16 +261,27 @@ class PeriodicDriver(Driver):
             verdict.active, contributed, tuple(bad), {slot.name: slot.view for slot in fragment.slots}, verdict.late
         )
 
-    def what_is_wrong(self, heard: Heard) -> str:
-        """Why nothing comes of a meeting; empty if something does, or if nobody has data any more."""
-        if heard.bad:
-            return f"one of {some(heard.bad)} is too large on some rank to be added up with what its codec has kept"
-        return "" if heard.active or not heard.astray else "no rank has parameters that are finite and can be added up"
+    def sound_ranks(self) -> tuple[int, ...]:
+        """Those whose parameters are finite and can be added up, with data or without; all ranks ask together."""
+        fabric = self.replica.fabric
+        is_sound = all(fragment.is_sound for fragment in self.exchange.fragments)
+        answers = fabric.all_gather(torch.tensor([int(is_sound)], device=fabric.device)).flatten().tolist()
+        return tuple(rank for rank, answer in enumerate(answers) if answer)
 
-    def take(self, heard: Heard) -> None:
-        """Go where the ranks have agreed."""
+    def what_is_wrong(self, heard: Heard, sources: Sequence[int]) -> str:
+        """Why nothing comes of a meeting; empty if something does."""
+        if heard.active and heard.bad:
+            return f"one of {some(heard.bad)} is too large on some rank to be added up with what its codec has kept"
+        return "" if sources else "no rank has parameters that are finite and can be added up"
+
+    def take(self, heard: Heard, source: int) -> None:
+        """Go where the ranks have agreed; if all that have data are astray, where one is that keeps them company."""
+        slots = self.next_fragment().slots
+        if not heard.active:
+            broadcast_tensors(self.replica.fabric, [slot.parameter for slot in slots], source)
+            return
         rates = self.replica.learning_rates()
-        for slot in self.next_fragment().slots:
+        for slot in slots:
             self.move(slot, heard.means[slot.name], rates.get(slot.name, 0.0), heard.contributed)
 
     def move(self, slot: Slot, mean: Tensor, rate: float, contributed: bool) -> None:
@@ -323,8 +347,16 @@ class PeriodicDriver(Driver):
             self.end_turn()
             self.is_alone = True
         self.is_alone = False
+        self.end_as_one()
+
+    def end_as_one(self) -> None:
+        """Take the state of a rank that trained to the last, or of another that is sound; if none is, stay apart."""
+        sound = self.sound_ranks()
+        if not sound:
+            return
+        self.replica.take_state_of(self.last_active if self.last_active in sound else sound[0])
+        self.skipped = False
         self.equal_at = self.steps
-        broadcast_optimizers(self.replica.fabric, self.replica.optimizers, self.last_active)
 
     def pipelines(self) -> list[Pipeline]:
         return [*super().pipelines(), self.exchange.pipeline]
