@@ -249,7 +249,7 @@ class Sync:
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters in each bucket, in the order in which buckets leave."""
-        return self.reducer.planned_names() if self.reducer is not None else []
+        return self.reducer.layout.planned_names() if self.reducer is not None else []
 
     def close(self) -> None:
         """Let go of the model and the optimizer. Gradients that are under way are used first."""

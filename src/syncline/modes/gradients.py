@@ -139,7 +139,7 @@ class GradientDriver(Driver):
         while self.still_active():
             pass
         self.divide_by = "world"
-        self.reducer.turns.begin()
+        self.reducer.receiver.turns.begin()
         self.replica.take_state_of(self.last_active)
 
     def still_active(self) -> bool:
