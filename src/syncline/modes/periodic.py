@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
 from syncline.guards.finite import Skipping, first_not_finite, is_finite
 from syncline.guards.hangs import some
-from syncline.modes.exchange import Exchange, Fragment
+from syncline.modes.anchors import Anchors
+from syncline.modes.exchange import Exchange, Fragment, Heard
 from syncline.modes.fragments import split
 from syncline.modes.gradients import GradientDriver
 from syncline.modes.mode import DivideBy, Driver
@@ -33,26 +34,6 @@ from syncline.modes.period import OptimizerPolicy, Period
 from syncline.modes.replica import Replica
 from syncline.pipeline import Pipeline
 from syncline.replicas import average_optimizers, broadcast_tensors
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What ranks have said about a fragment."""
-
-    active: tuple[int, ...]  # ranks that had something to say
-    contributed: bool  # this rank had
-    bad: tuple[str, ...]  # parameters, of which one is too large on some rank
-    means: dict[str, Tensor]  # by parameter, if there is nothing bad
-    astray: bool = False  # a rank has data, and nothing to say that can be used
-
-    @property
-    def is_silence(self) -> bool:
-        """Nobody has data any more."""
-        return not self.active and not self.astray
-
-    def copied(self) -> Heard:
-        """With means that are nobody else's memory."""
-        return replace(self, means={name: mean.clone() for name, mean in self.means.items()})
 
 
 class PeriodicDriver(Driver):
@@ -70,7 +51,6 @@ class PeriodicDriver(Driver):
         """Without an `outer` parameters themselves are averaged, and no anchor is kept."""
         super().__init__(replica)
         self.period = period
-        self.outer = outer
         self.warmup = warmup
         self.optimizer_policy = optimizer
         self.steps = 0
@@ -88,7 +68,7 @@ class PeriodicDriver(Driver):
         self.start_gradients()
         trained = [(name, p) for name, p in replica.named() if p.requires_grad]
         self.exchange = Exchange(replica, split(trained, period.fragments))
-        self.anchors: dict[str, Tensor] = {}
+        self.anchors = Anchors(outer)
         self.under_way: Fragment | None = None
         self.kept: Heard | None = None  # of a fragment that was under way when a checkpoint was made
         if not warmup:
@@ -160,15 +140,10 @@ class PeriodicDriver(Driver):
         self.start_gradients()
         self.drop_anchors()
 
-    @torch.no_grad()
     def drop_anchors(self) -> None:
-        """Here all ranks are equal, and here they will be compared with."""
-        if self.outer is None:
-            return
+        """From here on ranks go different ways."""
         for fragment in self.exchange.fragments:
-            for slot in fragment.slots:
-                wide = torch.promote_types(slot.parameter.dtype, torch.float32)
-                self.anchors[slot.name] = slot.parameter.detach().to(wide, copy=True)
+            self.anchors.drop(fragment.slots)
 
     # Meeting
 
@@ -207,7 +182,7 @@ class PeriodicDriver(Driver):
         """Send off what this rank has to say about the next fragment."""
         self.refuse_others()
         fragment = self.next_fragment()
-        self.exchange.leave(fragment, self.fill, has_data=not self.is_alone)
+        self.exchange.leave(fragment, self.anchors.fill, has_data=not self.is_alone)
         self.under_way = fragment
 
     def refuse_others(self) -> None:
@@ -219,13 +194,6 @@ class PeriodicDriver(Driver):
                     f"{name} needs a gradient now, but was frozen or another parameter when this Sync was made, so "
                     f"ranks would not average it; close() this Sync before unfreezing or replacing and make another"
                 )
-
-    def fill(self, slot: Slot) -> None:
-        """What this rank contributes: where it is, or how far it has come."""
-        if self.outer is None:
-            slot.view.copy_(slot.parameter)
-        else:
-            torch.sub(self.anchors[slot.name], slot.parameter, out=slot.view)
 
     @torch.no_grad()
     def arrive(self) -> bool:
@@ -243,7 +211,7 @@ class PeriodicDriver(Driver):
 
     def judge(self, heard: Heard) -> int | None:
         """The first of the ranks that others can take something from; None if all skip the meeting."""
-        sources = heard.active or self.sound_ranks()
+        sources = heard.active or self.exchange.sound_ranks()
         self.last_active = sources[0] if sources else self.last_active
         self.skipped = self.skipping.judge(self.what_is_wrong(heard, sources))
         return None if self.skipped else self.last_active
@@ -252,21 +220,7 @@ class PeriodicDriver(Driver):
         """Wait for the fragment that is under way."""
         fragment, self.under_way = self.under_way, None
         assert fragment is not None
-        verdict = self.exchange.arrive(fragment)
-        if verdict.is_good:
-            self.exchange.pipeline.handed_out(fragment.flights)
-        bad = [slot.name for bucket in fragment.buckets if bucket.number in verdict.bad for slot in bucket.slots]
-        contributed = self.replica.fabric.rank in verdict.active
-        return Heard(
-            verdict.active, contributed, tuple(bad), {slot.name: slot.view for slot in fragment.slots}, verdict.late
-        )
-
-    def sound_ranks(self) -> tuple[int, ...]:
-        """Those whose parameters are finite and can be added up, with data or without; all ranks ask together."""
-        fabric = self.replica.fabric
-        is_sound = all(fragment.is_sound for fragment in self.exchange.fragments)
-        answers = fabric.all_gather(torch.tensor([int(is_sound)], device=fabric.device)).flatten().tolist()
-        return tuple(rank for rank, answer in enumerate(answers) if answer)
+        return self.exchange.hear(fragment)
 
     def what_is_wrong(self, heard: Heard, sources: Sequence[int]) -> str:
         """Why nothing comes of a meeting; empty if something does."""
@@ -286,10 +240,7 @@ class PeriodicDriver(Driver):
 
     def move(self, slot: Slot, mean: Tensor, rate: float, contributed: bool) -> None:
         """Put a parameter where the ranks have agreed, or between that and where it has gone since."""
-        target = mean
-        if self.outer is not None:
-            target = self.anchors[slot.name]
-            self.outer.step(slot.name, target, mean, rate)
+        target = self.anchors.moved(slot.name, mean, rate)
         if self.period.merge and contributed and not self.is_draining:
             slot.parameter.lerp_(target.to(slot.parameter.dtype), 1 - self.period.merge)
         else:
@@ -351,7 +302,7 @@ class PeriodicDriver(Driver):
 
     def end_as_one(self) -> None:
         """Take the state of a rank that trained to the last, or of another that is sound; if none is, stay apart."""
-        sound = self.sound_ranks()
+        sound = self.exchange.sound_ranks()
         if not sound:
             return
         self.replica.take_state_of(self.last_active if self.last_active in sound else sound[0])
@@ -373,8 +324,7 @@ class PeriodicDriver(Driver):
             "equal_at": self.equal_at,
             "under_way": self.saved_fragment(),
             "codec_state": self.exchange.pipeline.state_dict(),
-            "anchors": {name: anchor.clone() for name, anchor in self.anchors.items()},
-            "momenta": {name: one.clone() for name, one in self.outer.momenta.items()} if self.outer else {},
+            **self.anchors.state_dict(),
             "parameters": {name: p.detach().clone() for name, p in self.replica.named()},
             "buffers": {name: buffer.clone() for name, buffer in self.replica.model.named_buffers()},
             "optimizers": deepcopy([optimizer.state_dict() for optimizer in self.replica.optimizers]),
@@ -397,9 +347,7 @@ class PeriodicDriver(Driver):
         self.under_way = None
         self.exchange.rounds = saved["rounds"]
         self.exchange.pipeline.load_state_dict(saved["codec_state"])
-        self.anchors = {name: anchor.clone() for name, anchor in saved["anchors"].items()}
-        if self.outer is not None:
-            self.outer.momenta = {name: one.clone() for name, one in saved["momenta"].items()}
+        self.anchors.load_state_dict(saved)
         for name, parameter in self.replica.named():
             parameter.copy_(saved["parameters"][name])
         for name, buffer in self.replica.model.named_buffers():
