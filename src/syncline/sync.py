@@ -184,7 +184,8 @@ class Sync:
         """For loops with different numbers of batches: a rank that is done keeps the others company.
 
         Gradients are divided by the number of all ranks, or of those that still have data (`"active"`). At the end
-        every rank has the parameters, buffers and optimizer state of one that trained to the last.
+        every rank has the parameters, buffers and optimizer state of one that trained to the last, and the scale of the
+        GradScaler, if there is one. A schedule of learning rates is to be stepped equally often by all ranks.
         """
         if divide_by not in DIVISORS:
             raise UnknownName("divide_by", divide_by, DIVISORS)

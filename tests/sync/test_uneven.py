@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import StepLR
 
 import syncline
 from support.catalogue import FABRICS, PROCESS_FABRICS
@@ -19,6 +20,7 @@ from support.scenarios import (
     ADAM,
     PLAIN,
 )
+from support.trainees import Trainee
 from support.uneven_backwards import (
     Refused,
     Unequal,
@@ -148,3 +150,27 @@ def test_ranks_may_make_different_numbers_of_passes_with_no_sync(counts: tuple[i
 @pytest.mark.parametrize("batches", [(5, 6), (4, 3), (6, 3, 5)], ids=str)
 def test_ranks_that_joined_between_two_passes_of_a_step_train_on(batches: tuple[int, ...]) -> None:
     assert_replicas(syncline.run(partial(join_in_pairs, batches=batches), len(batches), "threads", DEADLINES))
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:every=2"])
+@pytest.mark.parametrize("by_batch", [True, False])
+def test_learning_rates_that_differ_after_join_are_warned_of(
+    mode: str, by_batch: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On all ranks; a schedule that is stepped once for each `join` is all right."""
+
+    def work(fabric: syncline.Fabric) -> None:
+        trainee = Trainee(fabric, mode)
+        scheduler = StepLR(trainee.optimizer, 1, 0.5)
+        with trainee.sync.join():
+            for _ in range((2, 4, 3)[fabric.rank]):
+                trainee.step()
+                if by_batch:
+                    scheduler.step()
+        if not by_batch:
+            scheduler.step()
+
+    syncline.run(work, 3, "threads", DEADLINES)
+    told = [record.getMessage() for record in caplog.records if "learning rates differ" in record.message]
+    assert len(told) == (3 if by_batch else 0)
+    assert all("equally many steps on all ranks" in message for message in told)
