@@ -193,9 +193,24 @@ class Sync:
             yield
             return
         refuse_shared_statistics(self.model)
-        self.driver.divide(divide_by)
-        yield
-        self.driver.keep_company()
+        with self._joining():
+            self.driver.divide(divide_by)
+            yield
+            self.driver.keep_company()
+
+    @contextmanager
+    def _joining(self) -> Iterator[None]:
+        """A rank that is done does not know in which order the others come to the passes of several models."""
+        if self._given.in_join:
+            raise ConfigError(
+                "another Sync is inside join() already, and a rank that is done can keep company to one only; make one "
+                "Sync of all models, in an nn.ModuleList, with a list of their optimizers"
+            )
+        self._given.in_join = True
+        try:
+            yield
+        finally:
+            self._given.in_join = False
 
     def report(self, last: int = 100) -> Totals:
         """What the last steps cost: compute, hidden and exposed communication, waiting for others."""
