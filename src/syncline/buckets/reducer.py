@@ -179,8 +179,11 @@ class Reducer:
     def still_has_means(self) -> bool:
         """Whether gradients that were handed out were not zeroed since, as they are by a loop that leaves out a step.
 
-        One that is not zero may be the one that has just come.
+        One that is not zero may be the one that has just come. Where this rank has gradients of its own by now, means
+        were looked for when the first of those came.
         """
+        if self.has_unsent:
+            return False
         handed_out = [slot.view for slot in self.layout.slots if slot.parameter.grad is slot.view]
         return sum(bool(view.any()) for view in handed_out) > 1
 

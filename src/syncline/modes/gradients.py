@@ -35,6 +35,7 @@ class GradientDriver(Driver):
         self.last_active = 0  # the lowest rank that took part with data in the last pass of any
         self.everyone_active = True
         self.is_draining = False
+        self.is_joining = False  # ranks may have different numbers of batches
         self.scale = 1.0  # of the loss, when what is under way left
         self.late_versions: list[object] | None = None  # of gradients that some ranks get only in their step
         sparse = sparse_names(replica.model)
@@ -133,19 +134,20 @@ class GradientDriver(Driver):
 
     def divide(self, divide_by: DivideBy) -> None:
         self.divide_by = divide_by
+        self.is_joining = True
 
     def keep_company(self) -> None:
         self.drain()
         while self.still_active():
             pass
         self.divide_by = "world"
+        self.is_joining = False
         self.reducer.receiver.turns.begin()
         self.replica.take_state_of(self.last_active)
 
     def still_active(self) -> bool:
         """Take part in one pass without data; whether anybody had some."""
         if self.reducer.synchronize(has_data=False) is None:
-            self.compare(f"after step {self.reducer.passes}")  # as the others do, by the pass before
             self.reducer.arrive_late()
             self.reducer.drop_gradients()
             self.reducer.has_means = self.withholds = False
@@ -187,8 +189,13 @@ class GradientDriver(Driver):
             slot.parameter.grad = torch.zeros_like(slot.parameter)
 
     def compare(self, when: str) -> None:
-        """Compare replicas, if it is time to."""
+        """Compare replicas, if it is time to.
+
+        With a lag a rank that is done has used the last gradients before the others do, who may clip them.
+        """
         every = self.replica.settings.check_every
+        if self.lags and self.is_joining:
+            return
         if self.everyone_active and every and self.reducer.passes % every == 0:
             self.replica.compare(when)
 
