@@ -97,8 +97,6 @@ class Layout:
         """After the first pass: in the order in which gradients came on rank 0; those that did not come are last."""
         last = {slot: position for position, slot in enumerate(order)}
         number = {slot: position for position, slot in enumerate(self.slots)}
-        for slot in last:
-            slot.expected = slot.fired
         if self.fixed:
             self.add_buckets(self.planned(), has_verdict=True)
             return

@@ -38,8 +38,8 @@ class Sender:
             return
         raise LateGradient(
             f"{slot.name} received gradient {slot.fired} of this pass after it had left or was ready to; in the first "
-            f"pass there were {slot.expected}. Its graph changes from step to step, and parts of it have backward "
-            f"passes of their own: use checkpoint(..., use_reentrant=False), or wrap it in sync.no_sync()"
+            f"pass that had any there were {slot.expected}. Its graph changes from step to step, and parts of it have "
+            f"backward passes of their own: use checkpoint(..., use_reentrant=False), or wrap it in sync.no_sync()"
         )
 
     def send_full(self, current: Pass) -> None:
@@ -57,6 +57,7 @@ class Sender:
         """All from this one on, with zeros for gradients that did not come."""
         for bucket in self.layout.buckets[first:]:
             if current.takes_part:
+                bucket.learn()
                 bucket.fill()
             else:
                 bucket.side.flat.zero_()
