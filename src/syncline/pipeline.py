@@ -8,8 +8,9 @@ so that what was kept from earlier steps is as it was if they have not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import monotonic_ns
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,9 +30,11 @@ from syncline.guards.finite import has_room, is_finite
 from syncline.tracing.quality import Quality, Watch
 from syncline.tracing.spans import BucketSpan, Recorder
 
+DivideBy = Literal["world", "active"]  # ranks: all, or those that still have data
+
 DIVIDED_EARLY = (torch.float32, torch.float64)  # sums of others are divided when they are whole
 MOST_SAMPLED = 1 << 16  # entries of a bucket
-NO_UNITS, NO_SHARE = (-1, Units({})), (-1, 1.0)  # before the first step
+NO_UNITS = (-1, Units({}))  # before the first step
 
 
 @dataclass
@@ -87,7 +90,7 @@ class Pipeline:
 
     waits_for_ranks = True  # that produce the same bucket
     keeps = False  # something from pass to pass
-    counts_active = False  # means are to be made those over ranks with data, so what is kept must be worth as much
+    joined: DivideBy | None = None  # some ranks may have no data: by how many of them what comes is divided
 
     def __init__(self, fabric: Fabric, collective: str, recorder: Recorder) -> None:
         self.fabric = fabric
@@ -161,7 +164,7 @@ class CodecPipeline(Pipeline):
         self.seed = seed
         self.units = units
         self.now: tuple[int, Units] = NO_UNITS
-        self.share: tuple[int, float] = NO_SHARE  # the thread's
+        self.agreed: tuple[int, Units] = NO_UNITS  # the thread's
         self.worker = Worker(f"rank {fabric.rank} encodes")
         self.memory = Memory(codec)
         self.watch = Watch()
@@ -175,13 +178,13 @@ class CodecPipeline(Pipeline):
 
     def start(self, step: int, bucket: Bucket, has_data: bool = True) -> Flight:
         side, ready_ns = bucket.side, monotonic_ns()
-        counts_active = self.counts_active and self.owes
+        joined = self.joined if self.owes else None
         coding = Coding(wide(side.values), self.units_of(step))
 
         def work() -> Times:
             began_ns = monotonic_ns()
-            if counts_active:
-                coding.units = replace(coding.units, share=self.share_in(step, has_data))
+            if joined is not None:
+                coding.units = self.agreed_units(step, coding.units, has_data, joined)
             self.encode(step, self.coded_of(bucket), coding, side)
             return Times(began_ns, began_ns, monotonic_ns())
 
@@ -193,15 +196,21 @@ class CodecPipeline(Pipeline):
             self.now = (step, self.units())
         return self.now[1]
 
-    def share_in(self, step: int, has_data: bool) -> float:
-        """How much more a rank counts in what comes than in the mean over all, which ranks ask each other once a step.
+    def agreed_units(self, step: int, units: Units, has_data: bool, divide_by: DivideBy) -> Units:
+        """What gradients are worth in a step in which some ranks may have none, which ranks ask each other once.
 
-        They will all know at its end; but what was kept is added before that, and is owed as it was.
+        They will all know who had data at its end; but what was kept is added before that, and is owed as it was. A
+        rank without data has left its loop, so its learning rates and its scale may be those of long ago.
         """
-        if self.share[0] != step:
-            active = self.fabric.all_reduce(torch.tensor([float(has_data)], device=self.fabric.device), op="sum")
-            self.share = (step, self.fabric.world / max(1.0, active.item()))
-        return self.share[1]
+        if self.agreed[0] != step:
+            names = sorted(units.learning_rates)
+            mine = [float(has_data), units.loss_scale, *(units.learning_rates[name] for name in names)]
+            told = self.fabric.all_gather(torch.tensor(mine, dtype=torch.float64, device=self.fabric.device)).tolist()
+            active = [row for row in told if row[0]]
+            _, loss_scale, *rates = mine if has_data or not active else active[0]
+            share = self.fabric.world / max(1, len(active)) if divide_by == "active" else 1.0
+            self.agreed = (step, Units(dict(zip(names, rates, strict=True)), loss_scale, share))
+        return self.agreed[1]
 
     def submit(self, work: Callable[[], Times], what: str) -> Handle:
         """Do something in turn."""
@@ -306,7 +315,7 @@ class CodecPipeline(Pipeline):
 
     def load_state_dict(self, saved: Saved) -> None:
         self.memory.load_state_dict(saved)
-        self.now, self.share = NO_UNITS, NO_SHARE  # steps may be counted from an earlier one again
+        self.now = self.agreed = NO_UNITS  # steps may be counted from an earlier one again
 
     def close(self) -> None:
         self.worker.close(drain=False)

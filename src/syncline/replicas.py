@@ -7,6 +7,7 @@ import io
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import unified_diff
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,18 @@ WORD_BYTES = 8
 def compare_layouts(fabric: Fabric, lines: Sequence[str]) -> None:
     """Raise `LayoutMismatch` on every rank, with what differs, unless all ranks have the same."""
     text = "\n".join(lines)
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    digests = fabric.all_gather(torch.tensor([digest], device=fabric.device)).flatten().tolist()
-    if len(set(digests)) == 1:
+    if all_have(fabric, text):
         return
     texts = gather_texts(fabric, text)
     others = [rank for rank, theirs in enumerate(texts) if theirs != texts[0]]
     raise layout_mismatch(0, texts[0].splitlines(), others[0], texts[others[0]].splitlines(), others)
+
+
+def all_have(fabric: Fabric, text: str) -> bool:
+    """Whether the text of all ranks is the same."""
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    digests = fabric.all_gather(torch.tensor([digest], device=fabric.device)).flatten().tolist()
+    return len(set(digests)) == 1
 
 
 def layout_mismatch(
@@ -116,14 +122,28 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
 
 def broadcast_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimizer], root: int) -> None:
     """Give the whole state of one rank's optimizers to all, also to those that have none yet."""
-    stream = io.BytesIO()
-    if fabric.rank == root:
-        torch.save([optimizer.state_dict()["state"] for optimizer in optimizers], stream)
-    told = broadcast_bytes(fabric, stream.getvalue(), root)
+    states = broadcast_object(fabric, [optimizer.state_dict()["state"] for optimizer in optimizers], root)
     if fabric.rank != root:
-        states = torch.load(io.BytesIO(told), weights_only=False)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def compare_rates(fabric: Fabric, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn on every rank of learning rates that differ: a scheduler is the user's, and would set them again."""
+    rates = [float(group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    if not all_have(fabric, repr(rates)):
+        log.warning(
+            "learning rates differ between ranks after join(), here they are %s, so replicas will make different "
+            "steps; let a scheduler make equally many steps on all ranks, such as one after each join()",
+            rates,
+        )
+
+
+def broadcast_scaler(fabric: Fabric, scaler: torch.amp.GradScaler, root: int) -> None:
+    """Give one rank's scale to all: means of gradients with different scales are none."""
+    state = broadcast_object(fabric, scaler.state_dict(), root)
+    if fabric.rank != root:
+        scaler.load_state_dict(state)
 
 
 def average_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -131,9 +151,7 @@ def average_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimize
     kept = [(at, name, tensor) for at, name, tensor in optimizer_tensors(optimizers) if tensor.is_floating_point()]
     finite = all(bool(torch.isfinite(tensor).all()) for _, _, tensor in kept)
     text = repr([finite, *((at, name, tensor.dtype, tensor.shape) for at, name, tensor in kept)])
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    digests = fabric.all_gather(torch.tensor([digest], device=fabric.device)).flatten().tolist()
-    if len(set(digests)) > 1:
+    if not all_have(fabric, text):
         log.warning("the states of optimizers were not averaged, because ranks keep different things")
         return
     for batch in batches(tensor for _, _, tensor in kept):
@@ -143,6 +161,15 @@ def average_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimize
         for tensor in batch:
             tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
             start += tensor.numel()
+
+
+def broadcast_object(fabric: Fabric, mine: Any, root: int) -> Any:
+    """What one rank has, as a file would hold it."""
+    stream = io.BytesIO()
+    if fabric.rank == root:
+        torch.save(mine, stream)
+    told = broadcast_bytes(fabric, stream.getvalue(), root)
+    return mine if fabric.rank == root else torch.load(io.BytesIO(told), weights_only=False)
 
 
 def broadcast_bytes(fabric: Fabric, mine: bytes, root: int) -> bytes:

@@ -31,11 +31,12 @@ from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.guards.finite import Policy, Skipping, WithheldGradients, first_not_finite
-from syncline.modes.mode import DivideBy, Driver, Mode
+from syncline.modes.mode import Driver, Mode
 from syncline.modes.registry import mode_of, text_of_mode
 from syncline.modes.replica import Replica
 from syncline.modes.settings import Buffers, Settings
 from syncline.modes.staleness import Staleness
+from syncline.pipeline import DivideBy
 from syncline.replicas import broadcast_tensors, compare_layouts, model_tensors
 from syncline.state import STATE_VERSION, choose_state, holds_work
 from syncline.tracing.quality import Quality
@@ -184,7 +185,8 @@ class Sync:
         """For loops with different numbers of batches: a rank that is done keeps the others company.
 
         Gradients are divided by the number of all ranks, or of those that still have data (`"active"`). At the end
-        every rank has the parameters, buffers and optimizer state of one that trained to the last.
+        every rank has the parameters, buffers and optimizer state of one that trained to the last, and the scale of the
+        GradScaler, if there is one. A schedule of learning rates is to be stepped equally often by all ranks.
         """
         if divide_by not in DIVISORS:
             raise UnknownName("divide_by", divide_by, DIVISORS)
@@ -192,9 +194,25 @@ class Sync:
             yield
             return
         refuse_shared_statistics(self.model)
-        self.driver.divide(divide_by)
-        yield
-        self.driver.keep_company()
+        with self._joining(self.driver, divide_by):
+            yield
+            self.driver.keep_company()
+
+    @contextmanager
+    def _joining(self, driver: Driver, divide_by: DivideBy) -> Iterator[None]:
+        """A rank that is done does not know in which order the others come to the passes of several models."""
+        if self._given.in_join:
+            raise ConfigError(
+                "another Sync is inside join() already, and a rank that is done can keep company to one only; make one "
+                "Sync of all models, in an nn.ModuleList, with a list of their optimizers"
+            )
+        self._given.in_join = True
+        try:
+            driver.join(divide_by)
+            yield
+        finally:
+            driver.join(None)
+            self._given.in_join = False
 
     def report(self, last: int = 100) -> Totals:
         """What the last steps cost: compute, hidden and exposed communication, waiting for others."""
@@ -249,7 +267,7 @@ class Sync:
     @property
     def buckets(self) -> list[list[str]]:
         """The names of the parameters in each bucket, in the order in which buckets leave."""
-        return self.reducer.planned_names() if self.reducer is not None else []
+        return self.reducer.layout.planned_names() if self.reducer is not None else []
 
     def close(self) -> None:
         """Let go of the model and the optimizer. Gradients that are under way are used first."""

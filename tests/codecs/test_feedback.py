@@ -171,11 +171,12 @@ def moved_unevenly(fabric: syncline.Fabric, codec: str, counts: tuple[int, ...],
     """How far parameters went and what is still kept, in the units of a step."""
     model = Steep()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    divide_by = how.pop("divide_by")
+    divide_by, decay = how.pop("divide_by"), float(how.pop("decay", "1"))
     sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, check_every=1, **how, **SMALL)
 
     def train(steps: range) -> None:
         for step in steps:
+            optimizer.param_groups[0]["lr"] = 0.1 * decay**step
             optimizer.zero_grad()
             model(slopes_of(step, fabric.rank)).backward()
             optimizer.step()
@@ -219,10 +220,20 @@ def test_sent_plus_kept_is_how_far_ranks_went_after_uneven_batches(codec: str, c
     check_uneven_law(codec, counts, "active", mode="local:every=1")
 
 
+@pytest.mark.parametrize("divide_by", ["world", "active"])
+@pytest.mark.parametrize("counts", [(3, 4), (5, 1, 3)], ids=str)
+@pytest.mark.parametrize("codec", ["topk:0.1", "powersgd:2"])
+def test_sent_plus_kept_is_the_gradient_where_ranks_without_data_do_not_follow_a_schedule(
+    codec: str, counts: tuple[int, ...], divide_by: str
+) -> None:
+    check_uneven_law(codec, counts, divide_by, decay="0.5")
+
+
 def check_uneven_law(codec: str, counts: tuple[int, ...], divide_by: str, **how: str) -> None:
     work = partial(moved_unevenly, codec=codec, counts=counts, divide_by=divide_by, **how)
     found = syncline.run(work, ranks=len(counts), fabric="threads")
-    exact = sum(0.1 * mean_slope(counts, step, divide_by) for step in range(max(counts) + AFTERWARDS))
+    rates = [0.1 * float(how.get("decay", "1")) ** step for step in range(max(counts) + AFTERWARDS)]
+    exact = sum(rate * mean_slope(counts, step, divide_by) for step, rate in enumerate(rates))
     kept = torch.stack([kept for _, kept in found]).mean(0)
     for moved, _ in found:
         torch.testing.assert_close(moved + kept, exact, rtol=1e-5, atol=1e-5)
@@ -247,7 +258,7 @@ def test_what_was_kept_is_not_sent_more_than_once_over_where_fewer_ranks_are_lef
                 optimizer.zero_grad()
                 (model(slopes[step]) * (1 - step)).sum().backward()
                 optimizer.step()
-        assert not sync.reducer.pipeline.counts_active  # after `join` nobody asks any more
+        assert sync.reducer.pipeline.joined is None  # after `join` nobody asks any more
         sync.drain()
         kept = sync.state_dict()["codec_state"]["kept"]["weight"]
         assert not kept.any()

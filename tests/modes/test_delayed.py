@@ -214,6 +214,27 @@ def test_gradients_may_be_zeroed_in_place(to_none: bool) -> None:
     assert_close(on_ranks(work)[1], delayed_by_hand(2, STEPS, HEAVY)[-1])
 
 
+@pytest.mark.parametrize(("mode", "codec"), [("sync", "dgc:0.3"), ("delayed", "none"), ("delayed", "int8")])
+@pytest.mark.parametrize("to_none", [False, True])
+def test_a_step_that_a_scaler_leaves_out_is_followed_by_one_of_several_backwards(
+    mode: str, codec: str, to_none: bool
+) -> None:
+    """What the first of these adds to gradients that were zeroed in place is no mean that was left over."""
+
+    def work(fabric: syncline.Fabric) -> Tensor:
+        trainee = Trainee(fabric, mode, codec=codec, scale=1024.0, accumulate=2, check_every=1)
+        for step in range(5):
+            trainee.optimizer.zero_grad(set_to_none=to_none)
+            trainee.backward()
+            trainee.backward(torch.inf if (fabric.rank, step) == (1, 1) else 1.0)
+            trainee.update()
+        return trainee.drained()
+
+    ranks = on_ranks(work)
+    assert_alike(ranks)
+    assert ranks[0].isfinite().all()
+
+
 def test_clipping_sees_the_means_of_the_step_before() -> None:
     def work(fabric: syncline.Fabric) -> list[Tensor]:
         trainee = Trainee(fabric, "delayed", PLAIN)
@@ -230,6 +251,21 @@ def test_clipping_sees_the_means_of_the_step_before() -> None:
         nn.utils.vector_to_parameters(place, model.parameters())
         expected.append(torch.cat([gradient.flatten() for gradient in gradients_of(model, range(2), step)]).norm())
     assert_close(torch.stack(on_ranks(work)[0]), torch.stack(expected))
+
+
+def test_a_rank_that_is_done_and_cannot_clip_is_not_compared_with_those_that_do() -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        trainee = Trainee(fabric, "delayed", PLAIN, check_every=1)
+        with trainee.sync.join():
+            for _ in range((2, 5, 3)[fabric.rank]):
+                trainee.optimizer.zero_grad()
+                trainee.backward()
+                nn.utils.clip_grad_norm_(trainee.model.parameters(), 0.1)
+                trainee.update()
+        trainee.train(2)
+        return trainee.drained()
+
+    assert_alike(on_ranks(work, 3))
 
 
 def test_parameters_that_no_rank_or_only_one_uses_get_no_gradient_or_its_share() -> None:

@@ -193,7 +193,7 @@ def test_parameters_of_16_bits_are_measured_from_an_anchor_of_32() -> None:
             model.weight.fill_(1.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = syncline.Sync(model, optimizer, fabric=fabric, mode="diloco:every=1,lr=0.1,momentum=0")
-        anchor, weights, anchors = sync.driver.anchors["weight"], [], []
+        anchor, weights, anchors = sync.driver.anchors.places["weight"], [], []
         for _ in range(8):
             optimizer.zero_grad()
             model.weight.grad = torch.full_like(model.weight, 0.0078125)  # one bit below 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -46,11 +48,13 @@ def of_branches(model: nn.Module, batch: Batch) -> Tensor:
     return (model(batch.x, names) - batch.y).square().mean()
 
 
-def absent_on_a_rank(model: nn.Module, batch: Batch) -> Tensor:
+def absent_on_a_rank(
+    model: nn.Module, batch: Batch, otherwise: Callable[[nn.Module, Batch], Tensor] = squared
+) -> Tensor:
     """In some steps, the first of them one, a rank has nothing to say about any parameter."""
     if (batch.rank, batch.step) in ((1, 0), (0, 2), (1, 3)):
         return torch.zeros((), dtype=torch.float64, requires_grad=True) * 1.0
-    return squared(model, batch)
+    return otherwise(model, batch)
 
 
 def with_gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:

@@ -197,6 +197,9 @@ SCENARIOS: dict[str, Scenario] = {
     "normalized, local": Scenario(model=normalized, settings={"buffers": "local"}),
     "checkpoint, reentrant": Scenario(model=partial(Checkpointed, True), loss=squared_of_a_leaf, ddp=STATIC_GRAPH),
     "checkpoint": Scenario(model=partial(Checkpointed, False), loss=squared_of_a_leaf, ddp=STATIC_GRAPH),
+    "checkpoint, reentrant, absent on a rank": Scenario(
+        model=partial(Checkpointed, True), loss=partial(absent_on_a_rank, otherwise=squared_of_a_leaf), ddp=None
+    ),
     "adversaries": Scenario(loop=adversaries, model=Pair, optimizers=of_parts, parts=("generator", "critic")),
     "two models, one optimizer": Scenario(
         model=Pair, loss=one_after_the_other, optimizers=ADAM, parts=("generator", "critic")

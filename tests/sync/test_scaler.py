@@ -43,6 +43,38 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_after_waiting() -> None:
     assert not torch.equal(first[0], model.weight)
 
 
+def join_with_a_scale(fabric: syncline.Fabric, mode: str, codec: str) -> tuple[list[Tensor], float]:
+    """Of ranks with 0, 3 and 5 batches, whose scale is doubled by every second one; then all make three steps."""
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    sync = syncline.Sync(net, optimizer, fabric=fabric, mode=mode, codec=codec, scaler=scaler, check_every=1)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            generator = torch.Generator().manual_seed(10 * step + fabric.rank)
+            optimizer.zero_grad()
+            scaler.scale(net(torch.randn(4, 3, generator=generator)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    with sync.join():
+        train((0, 3, 5)[fabric.rank])
+    scale = scaler.get_scale()
+    train(3)
+    sync.drain()
+    return [p.detach().clone() for p in net.parameters()], scale
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "local:every=2"])
+def test_after_join_all_have_the_scale_of_one_that_trained_to_the_last(mode: str, codec: str) -> None:
+    ranks = syncline.run(partial(join_with_a_scale, mode=mode, codec=codec), ranks=3, fabric="threads")
+    assert [scale for _, scale in ranks] == [256.0] * 3
+    for parameters, _ in ranks:
+        assert all(torch.equal(one, other) for one, other in zip(parameters, ranks[0][0], strict=True))
+
+
 def step_two_optimizers(fabric: syncline.Fabric) -> tuple[list[bool], float]:
     """Whether each of two models has changed, when there is an overflow in the first on rank 1."""
     models = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])

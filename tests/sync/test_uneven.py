@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 import syncline
+from support.batches import Batch, fill
 from support.catalogue import FABRICS, PROCESS_FABRICS
 from support.losses import squared_in_single
-from support.models import mlp, normalized
+from support.models import Pair, mlp, normalized
 from support.references import same_bits
 from support.runs import DEADLINES
 from support.scenarios import (
     ADAM,
     PLAIN,
 )
+from support.trainees import HEAVY, Trainee, place_of
 from support.uneven_backwards import (
     Refused,
     Unequal,
@@ -37,6 +43,7 @@ from support.uneven_batches import (
 )
 from support.weights import assert_close, assert_replicas
 from syncline.buckets.turns import MOST_TURNS
+from syncline.errors import ConfigError
 
 # Uneven inputs
 
@@ -148,3 +155,65 @@ def test_ranks_may_make_different_numbers_of_passes_with_no_sync(counts: tuple[i
 @pytest.mark.parametrize("batches", [(5, 6), (4, 3), (6, 3, 5)], ids=str)
 def test_ranks_that_joined_between_two_passes_of_a_step_train_on(batches: tuple[int, ...]) -> None:
     assert_replicas(syncline.run(partial(join_in_pairs, batches=batches), len(batches), "threads", DEADLINES))
+
+
+@pytest.mark.parametrize("mode", ["sync", "local:every=2"])
+@pytest.mark.parametrize("by_batch", [True, False])
+def test_learning_rates_that_differ_after_join_are_warned_of(
+    mode: str, by_batch: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On all ranks; a schedule that is stepped once for each `join` is all right."""
+
+    def work(fabric: syncline.Fabric) -> None:
+        trainee = Trainee(fabric, mode)
+        scheduler = StepLR(trainee.optimizer, 1, 0.5)
+        with trainee.sync.join():
+            for _ in range((2, 4, 3)[fabric.rank]):
+                trainee.step()
+                if by_batch:
+                    scheduler.step()
+        if not by_batch:
+            scheduler.step()
+
+    syncline.run(work, 3, "threads", DEADLINES)
+    told = [record.getMessage() for record in caplog.records if "learning rates differ" in record.message]
+    assert len(told) == (3 if by_batch else 0)
+    assert all("equally many steps on all ranks" in message for message in told)
+
+
+def adversaries(fabric: syncline.Fabric, joined: Callable[[Pair, list[Optimizer]], AbstractContextManager]) -> Tensor:
+    """A generator and a critic, whose ranks have different numbers of batches."""
+    pair = fill(Pair(), fabric.rank)
+    for_generator, for_critic = optimizers = [HEAVY(part.parameters()) for part in (pair.generator, pair.critic)]
+    with joined(pair, optimizers):
+        for step in range((2, 4, 3)[fabric.rank]):
+            batch = Batch(fabric.rank, step)
+            for_critic.zero_grad()
+            (pair.critic(batch.y) - pair.critic(pair.generator(batch.x).detach())).mean().backward()
+            for_critic.step()
+            for_generator.zero_grad()
+            pair.critic(pair.generator(batch.x)).mean().backward()
+            for_generator.step()
+    return place_of(pair)
+
+
+def test_two_joins_at_once_are_refused_and_one_of_both_models_is_not() -> None:
+    @contextmanager
+    def both(fabric: syncline.Fabric, pair: Pair, optimizers: list[Optimizer]) -> Iterator[None]:
+        first, second = (
+            syncline.Sync(part, optimizer, fabric=fabric)
+            for part, optimizer in zip((pair.generator, pair.critic), optimizers, strict=True)
+        )
+        with first.join(), second.join():
+            yield
+
+    def work(fabric: syncline.Fabric) -> tuple[str, Tensor]:
+        with pytest.raises(ConfigError) as refused:
+            adversaries(fabric, partial(both, fabric))
+        together = adversaries(fabric, lambda *given: syncline.Sync(*given, fabric=fabric, check_every=1).join())
+        return str(refused.value), together
+
+    ranks = syncline.run(work, 3, "threads", DEADLINES)
+    for message, place in ranks:
+        assert "make one Sync of all models, in an nn.ModuleList" in message
+        assert same_bits(place, ranks[0][1])

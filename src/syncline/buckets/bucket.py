@@ -23,6 +23,7 @@ from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, name_of
 
 COMMON_WORDS = 3  # of a verdict: those that are not of one rank
+NOT_SEEN = 1 << 30  # gradients: more than come in any pass, so a bucket waits for its end
 
 
 class Slot:
@@ -40,12 +41,17 @@ class Slot:
         self.is_small = parameter.nbytes <= SMALL_BYTES
         self.fired = 0  # gradients that came in this pass
         self.is_divided = False  # by the number of ranks, in this pass
-        self.expected = 1  # that come in a pass; more than one where parts of the graph have a backward of their own
+        self.expected = NOT_SEEN  # that come in a pass; several where parts of the graph have a backward of their own
 
     def place(self) -> None:
         """See that the gradient is in the bucket, and is what the optimizer will find."""
         if self.is_outside():
             self.bucket.take_in([self])
+
+    def learn(self) -> None:
+        """How many gradients come in a pass, at the end of the first that had any."""
+        if self.fired and self.expected == NOT_SEEN:
+            self.expected = self.fired
 
     def is_outside(self) -> bool:
         """Whether there is a gradient that is not yet in the bucket as it will be sent."""
@@ -134,6 +140,11 @@ class Bucket:
         self.finite = True
         for slot in self.slots:
             slot.is_divided = False
+
+    def learn(self) -> None:
+        """How many gradients of each come in a pass, of those that came for the first time."""
+        for slot in self.slots:
+            slot.learn()
 
     def take_in(self, slots: Sequence[Slot]) -> None:
         """Copy gradients that are outside, or divide those that have come to be here."""

@@ -85,6 +85,10 @@ class Layout:
             return [list(bucket.slots) for bucket in self.buckets]
         return self.grouped(self.slots[::-1])
 
+    def planned_names(self) -> list[list[str]]:
+        """Of the parameters in each bucket."""
+        return [[slot.name for slot in slots] for slots in self.planned()]
+
     def grouped(self, slots: Sequence[Slot]) -> list[list[Slot]]:
         """Slots by bucket."""
         return group_slots(slots, self.first_bucket_bytes, self.bucket_bytes)
@@ -93,8 +97,6 @@ class Layout:
         """After the first pass: in the order in which gradients came on rank 0; those that did not come are last."""
         last = {slot: position for position, slot in enumerate(order)}
         number = {slot: position for position, slot in enumerate(self.slots)}
-        for slot in last:
-            slot.expected = slot.fired
         if self.fixed:
             self.add_buckets(self.planned(), has_verdict=True)
             return

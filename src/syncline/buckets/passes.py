@@ -55,6 +55,11 @@ class Pass:
         """False for a rank that only keeps the others company."""
         return self.turn != NO_DATA
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank sends gradients of its own, and is given the means."""
+        return self.has_data and not self.failed
+
 
 @dataclass(frozen=True)
 class KeptPass:

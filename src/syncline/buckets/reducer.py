@@ -25,13 +25,12 @@ from syncline.buckets.bucket import Slot
 from syncline.buckets.layout import Layout
 from syncline.buckets.parameters import Named
 from syncline.buckets.passes import KeptPass, Pass, Verdict, read_verdict
+from syncline.buckets.receiving import Receiver
 from syncline.buckets.sending import Sender
-from syncline.buckets.sparse import average_sparse
-from syncline.buckets.turns import UNSURE, Turns
-from syncline.errors import ConfigError, Desync, PeerError, SynclineError
+from syncline.errors import ConfigError, SynclineError
 from syncline.fabric.base import Fabric
-from syncline.guards.hangs import Doing, explain, explain_desync
-from syncline.pipeline import Flight, Pipeline
+from syncline.guards.hangs import Doing
+from syncline.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class Reducer:
         self.shape = shape
         self.arrived = arrived  # told of the verdict when gradients have been handed out
         self.together = together  # what else ranks say to each other in a pass
-        self.agree = agree  # on what was unfrozen in a pass, with the others; all ranks come to it in the same place
         sides = 1 if shape.lags_after is None else 2
         self.layout = Layout(
             fabric,
@@ -80,13 +78,12 @@ class Reducer:
         )
         self.layout.adopt(named)
         self.sender = Sender(fabric, pipeline, self.layout)
+        self.receiver = Receiver(fabric, pipeline, self.layout, agree)
         self.current: Pass | None = None
         self.abandoned: Pass | None = None  # failed here, and not yet completed with the others
         self.under_way: Pass | KeptPass | None = None  # whose gradients the next backward will return
         self.passes = 0
         self.passes_before_step = 0
-        self.turns = Turns()
-        self.broken: Desync | None = None  # ranks did different things, and stay apart
         self.backwards = 0  # since the last optimizer step
         self.is_paused = False  # by no_sync
         self.has_unsent = False  # gradients that only this rank has
@@ -137,7 +134,7 @@ class Reducer:
 
     def begin(self, synchronizes: bool, has_data: bool = True, late: bool = False) -> Pass:
         """Get ready for the gradients of a pass."""
-        self.refuse_broken()
+        self.receiver.refuse_broken()
         self.refuse_what_lags_badly()
         if has_data:
             self.refuse_momentum_of_momentum()
@@ -151,7 +148,7 @@ class Reducer:
             bucket.begin()
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.fired = 0
-        begun = Pass(self.passes, synchronizes, self.turns.next(has_data), late, self.is_tainted)
+        begun = Pass(self.passes, synchronizes, self.receiver.turns.next(has_data), late, self.is_tainted)
         self.sender.tell(begun, Doing.BACKWARD)
         return begun
 
@@ -182,8 +179,11 @@ class Reducer:
     def still_has_means(self) -> bool:
         """Whether gradients that were handed out were not zeroed since, as they are by a loop that leaves out a step.
 
-        One that is not zero may be the one that has just come.
+        One that is not zero may be the one that has just come. Where this rank has gradients of its own by now, means
+        were looked for when the first of those came.
         """
+        if self.has_unsent:
+            return False
         handed_out = [slot.view for slot in self.layout.slots if slot.parameter.grad is slot.view]
         return sum(bool(view.any()) for view in handed_out) > 1
 
@@ -273,7 +273,7 @@ class Reducer:
         if not self.layout.judged:
             self.make_buckets_together(current)
         if self.layout.frozen and not self.lags(current):
-            self.agree_on_unfrozen(current)
+            self.receiver.agree_on_unfrozen(current)
         if current.unfrozen:
             before = len(self.layout.buckets)
             self.layout.adopt_unfrozen(current.unfrozen)
@@ -282,33 +282,19 @@ class Reducer:
         is_good = partial(lambda flights: read_verdict(flights).is_good, current.flights)
         current.ending = self.pipeline.finish(current.flights, is_good)
 
-    def agree_on_unfrozen(self, current: Pass) -> None:
-        """If a rank has unfrozen something, see that all have unfrozen the same; known when the verdict has come.
-
-        Before buckets are made for it, or with a lag, where nobody waits for a verdict, before their means are used.
-        """
-        if current.has_agreed:
-            return
-        current.has_agreed = True
-        assert self.layout.judged is not None
-        judged = current.flights[: self.layout.judged.number + 1]
-        for flight in judged:
-            self.wait(flight, current)
-        if read_verdict(judged).thawed:
-            with self.staying_broken():
-                self.agree(current.unfrozen, current.number)
+    def make_buckets_together(self, current: Pass) -> None:
+        """At the end of the first pass; ranks wait for each other here, and not in the first bucket."""
+        waited_from_ns = monotonic_ns()
+        with self.receiver.explaining(0, current):
+            self.layout.make_buckets(current.order)
+        self.layout.turn_for(current.number)
+        self.pipeline.recorder.waited(waited_from_ns, monotonic_ns())
+        self.sender.send_from(0, current)
 
     def arrive(self, current: Pass) -> Verdict:
-        """Wait for a pass, in which the gradients that parameters have are where the means come to be."""
-        verdict = self.verdict_of(current)
-        takes = current.has_data and not current.failed
-        for slot in self.layout.sparse:
-            average_sparse(self.fabric, slot.parameter, takes)
-        if takes:
-            for bucket in self.layout.buckets:
-                bucket.hand_out()
-            if verdict.is_good:
-                self.pipeline.handed_out(current.flights)
+        """Wait for a pass."""
+        verdict = self.receiver.receive(current)
+        if current.takes_part:
             self.is_tainted = self.is_tainted or verdict.failed
         self.arrived(verdict)
         return verdict
@@ -318,78 +304,12 @@ class Reducer:
         late, self.under_way = self.under_way, None
         self.drop_gradients()
         self.has_means = late is not None
-        if late is None:
-            return
-        if isinstance(late, KeptPass):
-            verdict = late.verdict
-            self.layout.turn_for(late.number)
-            self.layout.hand_out(late.gradients)
-        else:
-            verdict = self.verdict_of(late)
-            self.layout.turn_for(late.number)
-            for bucket in self.layout.buckets[: len(late.flights)]:
-                bucket.hand_out_all()
-            if late.has_data and verdict.is_good:
-                self.pipeline.handed_out(late.flights)
-        self.arrived(verdict)
+        if late is not None:
+            self.arrived(self.receiver.receive_late(late, self.is_newest(late)))
 
-    def verdict_of(self, current: Pass) -> Verdict:
-        """Known when all of it has arrived."""
-        self.agree_on_unfrozen(current)
-        for flight in current.flights:
-            self.wait(flight, current)
-        if current.ending is not None:
-            current.ending.wait()
-        verdict = read_verdict(current.flights)
-        asks = current.turn == UNSURE and current.number == self.passes
-        with self.staying_broken():
-            self.turns.compare(verdict.turns, verdict.is_good, asks)
-        return verdict
-
-    @contextmanager
-    def staying_broken(self) -> Iterator[None]:
-        """What ranks find out about each other here is said again whenever one wants to go on."""
-        try:
-            yield
-        except Desync as error:
-            self.broken = error
-            raise
-
-    def refuse_broken(self) -> None:
-        """Ranks that have come apart stay so."""
-        if self.broken is not None:
-            raise self.broken
-
-    def make_buckets_together(self, current: Pass) -> None:
-        """At the end of the first pass; ranks wait for each other here, and not in the first bucket."""
-        waited_from_ns = monotonic_ns()
-        with self.explaining(0, current):
-            self.layout.make_buckets(current.order)
-        self.layout.turn_for(current.number)
-        self.pipeline.recorder.waited(waited_from_ns, monotonic_ns())
-        self.sender.send_from(0, current)
-
-    def wait(self, flight: Flight, current: Pass) -> None:
-        """Wait for a bucket of a pass; if it never comes, say why."""
-        with self.explaining(flight.number, current):
-            self.pipeline.wait(flight)
-
-    @contextmanager
-    def explaining(self, bucket: int, current: Pass) -> Iterator[None]:
-        """Add to the error about a peer what is known of it and of the bucket of a pass."""
-        try:
-            yield
-        except Desync as error:
-            raise explain_desync(error, current.number, bucket, self.planned_names()) from None
-        except PeerError as error:
-            if not self.pipeline.waits_for_ranks:
-                raise
-            note = self.fabric.note_of(error.rank)
-            raise explain(error, current.number, bucket, self.planned_names(), note) from None
-
-    def planned_names(self) -> list[list[str]]:
-        """Of the parameters in each bucket."""
-        return [[slot.name for slot in slots] for slots in self.layout.planned()]
+    def is_newest(self, one: Pass | KeptPass) -> bool:
+        """Whether no other pass has begun since."""
+        return one.number == self.passes
 
     # To be saved and restored
 
@@ -400,13 +320,14 @@ class Reducer:
     def saved_pass(self) -> dict[str, Any] | None:
         """What is under way, waited for, as it can be saved."""
         if isinstance(self.under_way, Pass):
-            return KeptPass.of(self.under_way, self.verdict_of(self.under_way)).state_dict()
+            verdict = self.receiver.verdict_of(self.under_way, self.is_newest(self.under_way))
+            return KeptPass.of(self.under_way, verdict).state_dict()
         return self.under_way.state_dict() if self.under_way is not None else None
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from there."""
         self.passes = self.passes_before_step = saved["passes"]
-        self.turns.begin()
+        self.receiver.turns.begin()
         under_way = saved["under_way"]
         self.under_way = KeptPass.restored(under_way) if under_way else None
         self.layout.restore(saved)
@@ -418,14 +339,14 @@ class Reducer:
 
         It is `late` for that in the step itself, because others may have clipped what this rank is yet to get.
         """
-        self.refuse_broken()
+        self.receiver.refuse_broken()
         self.complete_abandoned()
         if self.has_unsent or self.passes == self.passes_before_step:
             self.synchronize(late=late)
 
     def after_step(self) -> None:
         """The optimizer has made its step."""
-        self.turns.begin()
+        self.receiver.turns.begin()
         self.backwards = 0
         self.is_tainted = False
         self.has_means = False

@@ -38,8 +38,8 @@ class Sender:
             return
         raise LateGradient(
             f"{slot.name} received gradient {slot.fired} of this pass after it had left or was ready to; in the first "
-            f"pass there were {slot.expected}. Its graph changes from step to step, and parts of it have backward "
-            f"passes of their own: use checkpoint(..., use_reentrant=False), or wrap it in sync.no_sync()"
+            f"pass that had any there were {slot.expected}. Its graph changes from step to step, and parts of it have "
+            f"backward passes of their own: use checkpoint(..., use_reentrant=False), or wrap it in sync.no_sync()"
         )
 
     def send_full(self, current: Pass) -> None:
@@ -56,7 +56,8 @@ class Sender:
     def send_from(self, first: int, current: Pass) -> None:
         """All from this one on, with zeros for gradients that did not come."""
         for bucket in self.layout.buckets[first:]:
-            if current.has_data and not current.failed:
+            if current.takes_part:
+                bucket.learn()
                 bucket.fill()
             else:
                 bucket.side.flat.zero_()
@@ -79,9 +80,8 @@ class Sender:
 
     def sparse_are_finite(self, current: Pass) -> bool:
         """Whether this rank's are."""
-        takes = current.has_data and not current.failed
         named = [(slot.name, slot.parameter.grad) for slot in self.layout.sparse if slot.parameter.grad is not None]
-        return not takes or not first_not_finite(named)
+        return not current.takes_part or not first_not_finite(named)
 
     def tell(self, current: Pass, doing: Doing) -> None:
         """How far this rank is, for those who may have to explain why they wait."""

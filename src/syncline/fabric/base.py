@@ -88,6 +88,7 @@ class Fabric(ABC):
         self.subgroups_made: Counter[tuple[int, ...]] = Counter()
         self.is_closed = False
         self.incarnation = 0  # how many processes had this rank before; 0 is the first start
+        self.in_join = False  # a `Sync` on it is, which keeps company to one model alone
         self.path: tuple[int, ...] = ()  # which sibling of which sibling this is
         self.doors: Doors | None = None  # where newcomers are possible
         self.before_close: list[Callable[[bool], None]] = []  # of whoever works with this fabric, told of `drain`

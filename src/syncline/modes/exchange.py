@@ -8,15 +8,16 @@ take what comes. Where a codec cannot go on from what it has kept on some rank, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from syncline.buckets.assign import Item, assign
 from syncline.buckets.bucket import Bucket, Slot
 from syncline.buckets.parameters import Named
-from syncline.buckets.passes import Verdict, read_verdict, write_verdict
+from syncline.buckets.passes import read_verdict, write_verdict
 from syncline.codecs.feedback import Units
 from syncline.fabric.base import Handle
 from syncline.modes.replica import Replica
@@ -32,11 +33,32 @@ class Fragment:
     buckets: list[Bucket]
     flights: list[Flight] = field(default_factory=list)
     ending: Handle | None = None
+    is_sound: bool = False  # when it left, this rank's part of it was finite and could be added up
 
     @property
     def slots(self) -> list[Slot]:
         """Its parameters."""
         return [slot for bucket in self.buckets for slot in bucket.slots]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What ranks have said about a fragment."""
+
+    active: tuple[int, ...]  # ranks that had something to say
+    contributed: bool  # this rank had
+    bad: tuple[str, ...]  # parameters, of which one is too large on some rank
+    means: dict[str, Tensor]  # by parameter, if there is nothing bad
+    astray: bool = False  # a rank has data, and nothing to say that can be used
+
+    @property
+    def is_silence(self) -> bool:
+        """Nobody has data any more."""
+        return not self.active and not self.astray
+
+    def copied(self) -> Heard:
+        """With means that are nobody else's memory."""
+        return replace(self, means={name: mean.clone() for name, mean in self.means.items()})
 
 
 class Exchange:
@@ -45,7 +67,7 @@ class Exchange:
     def __init__(self, replica: Replica, groups: Sequence[Named]) -> None:
         self.fabric = replica.fabric
         self.pipeline = replica.pipeline(replica.fabric, Units({}))
-        self.pipeline.counts_active = True
+        self.pipeline.joined = "active"  # whatever is asked for
         self.bucket_bytes = replica.settings.bucket_bytes
         self.rounds = 0
         self.buckets = 0
@@ -71,7 +93,8 @@ class Exchange:
     def leave(self, fragment: Fragment, fill: Fill, has_data: bool) -> None:
         """Send a fragment off."""
         self.rounds += 1
-        contributes = has_data and self.filled(fragment, fill)
+        fragment.is_sound = self.filled(fragment, fill)
+        contributes = has_data and fragment.is_sound
         for bucket in fragment.buckets:
             if not contributes:
                 bucket.side.values.zero_()
@@ -89,14 +112,28 @@ class Exchange:
             fill(slot)
         return all(self.pipeline.takes(bucket.side.values) for bucket in fragment.buckets)
 
-    def arrive(self, fragment: Fragment) -> Verdict:
-        """Wait for a fragment: if its verdict is good, views of slots hold means over the ranks that contributed."""
+    def hear(self, fragment: Fragment) -> Heard:
+        """Wait for a fragment."""
         for flight in fragment.flights:
             self.pipeline.wait(flight)
         if fragment.ending is not None:
             fragment.ending.wait()
         verdict = read_verdict(fragment.flights)
-        if verdict.is_good and len(verdict.active) < self.fabric.world:
+        if verdict.is_good:
+            self.rescale(fragment, len(verdict.active))
+            self.pipeline.handed_out(fragment.flights)
+        bad = [slot.name for bucket in fragment.buckets if bucket.number in verdict.bad for slot in bucket.slots]
+        means = {slot.name: slot.view for slot in fragment.slots}
+        return Heard(verdict.active, self.fabric.rank in verdict.active, tuple(bad), means, verdict.late)
+
+    def rescale(self, fragment: Fragment, contributors: int) -> None:
+        """Make means over all ranks those over the ones that contributed."""
+        if contributors < self.fabric.world:
             for bucket in fragment.buckets:
-                bucket.side.values.mul_(self.fabric.world / len(verdict.active))
-        return verdict
+                bucket.side.values.mul_(self.fabric.world / contributors)
+
+    def sound_ranks(self) -> tuple[int, ...]:
+        """Those whose parameters are finite and can be added up, with data or without; all ranks ask together."""
+        is_sound = all(fragment.is_sound for fragment in self.fragments)
+        answers = self.fabric.all_gather(torch.tensor([int(is_sound)], device=self.fabric.device)).flatten().tolist()
+        return tuple(rank for rank, answer in enumerate(answers) if answer)

@@ -15,8 +15,9 @@ from syncline.codecs.none import NoCodec
 from syncline.errors import Desync, FabricError, PairingError
 from syncline.guards.finite import first_not_finite, is_finite
 from syncline.guards.unfreezing import compare_unfrozen
-from syncline.modes.mode import DivideBy, Driver
+from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
+from syncline.pipeline import DivideBy
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class GradientDriver(Driver):
         settings = replica.settings
         self.lags = lags_after is not None
         self.problem = ""  # with the gradients at hand, the same on every rank
-        self.divide_by: DivideBy = "world"
+        self.joined: DivideBy | None = None  # inside `join`, where ranks may have different numbers of batches
         self.last_active = 0  # the lowest rank that took part with data in the last pass of any
         self.everyone_active = True
         self.is_draining = False
@@ -131,22 +132,19 @@ class GradientDriver(Driver):
             self.replica.step_optimizers()
             self.reducer.drop_gradients()
 
-    def divide(self, divide_by: DivideBy) -> None:
-        self.divide_by = divide_by
-        self.reducer.pipeline.counts_active = divide_by == "active"
+    def join(self, divide_by: DivideBy | None) -> None:
+        self.joined = self.reducer.pipeline.joined = divide_by
 
     def keep_company(self) -> None:
         self.drain()
         while self.still_active():
             pass
-        self.divide("world")
-        self.reducer.turns.begin()
+        self.reducer.receiver.turns.begin()
         self.replica.take_state_of(self.last_active)
 
     def still_active(self) -> bool:
         """Take part in one pass without data; whether anybody had some."""
         if self.reducer.synchronize(has_data=False) is None:
-            self.compare(f"after step {self.reducer.passes}")  # as the others do, by the pass before
             self.reducer.arrive_late()
             self.reducer.drop_gradients()
             self.reducer.has_means = self.withholds = False
@@ -161,7 +159,7 @@ class GradientDriver(Driver):
         self.last_active = verdict.active[0] if verdict.active else self.last_active
         self.everyone_active = len(verdict.active) == self.reducer.fabric.world
         factor = 1.0
-        if self.divide_by == "active" and verdict.active:
+        if self.joined == "active" and verdict.active:
             factor = self.reducer.fabric.world / len(verdict.active)
         if self.reducer.has_means and self.replica.scaler is not None:  # of a pass that is late
             factor *= (1.0 if self.is_draining else self.replica.scaler.get_scale()) / self.scale
@@ -188,8 +186,13 @@ class GradientDriver(Driver):
             slot.parameter.grad = torch.zeros_like(slot.parameter)
 
     def compare(self, when: str) -> None:
-        """Compare replicas, if it is time to."""
+        """Compare replicas, if it is time to.
+
+        With a lag a rank that is done has used the last gradients before the others do, who may clip them.
+        """
         every = self.replica.settings.check_every
+        if self.lags and self.joined:
+            return
         if self.everyone_active and every and self.reducer.passes % every == 0:
             self.replica.compare(when)
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from syncline.buckets.reducer import Reducer
 from syncline.errors import ConfigError
 from syncline.modes.replica import Replica
 from syncline.modes.staleness import Staleness
-from syncline.pipeline import CodecPipeline, Pipeline
+from syncline.pipeline import CodecPipeline, DivideBy, Pipeline
 from syncline.tracing.quality import Quality
-
-DivideBy = Literal["world", "active"]
 
 
 class Mode(ABC):
@@ -95,8 +93,8 @@ class Driver(ABC):
         """This rank has no more data: take part without any until nobody has."""
         raise ConfigError(f"mode {self.replica.settings.mode.name} has no join(); its ranks need not have equal data")
 
-    def divide(self, divide_by: DivideBy) -> None:
-        """By how many ranks sums of gradients are divided."""
+    def join(self, divide_by: DivideBy | None) -> None:
+        """Ranks may have different numbers of batches from now on: by how many sums are divided. None: no longer."""
 
     def pipelines(self) -> list[Pipeline]:
         """The paths that buckets take."""

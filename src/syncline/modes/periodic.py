@@ -3,14 +3,16 @@
 Steps are counted by rounds of the optimizers, and with a GradScaler by its updates, because it may leave out a step on
 one rank only. What a rank does between meetings is its own business: a gradient that is not finite skips its step
 there, and a rank whose parameters are not finite, or too large to be added up, contributes nothing and takes the mean
-of the others. A meeting of which nothing comes, because no rank has anything to contribute or because a codec cannot go
-on from what it has kept, is skipped by all ranks: each keeps what it has, and too many in a row are an error.
+of the others, or where these have no data any more, what they have. A meeting of which nothing comes, because no rank
+is sound or because a codec cannot go on from what it has kept, is skipped by all ranks: each keeps what it has, and too
+many in a row are an error.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -22,30 +24,16 @@ from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
 from syncline.guards.finite import Skipping, first_not_finite, is_finite
 from syncline.guards.hangs import some
-from syncline.modes.exchange import Exchange, Fragment
+from syncline.modes.anchors import Anchors
+from syncline.modes.exchange import Exchange, Fragment, Heard
 from syncline.modes.fragments import split
 from syncline.modes.gradients import GradientDriver
-from syncline.modes.mode import DivideBy, Driver
+from syncline.modes.mode import Driver
 from syncline.modes.outer import Outer
 from syncline.modes.period import OptimizerPolicy, Period
 from syncline.modes.replica import Replica
-from syncline.pipeline import Pipeline
-from syncline.replicas import average_optimizers, broadcast_optimizers
-
-
-@dataclass(frozen=True)
-class Heard:
-    """What ranks have said about a fragment."""
-
-    active: tuple[int, ...]  # ranks that had something to say
-    contributed: bool  # this rank had
-    bad: tuple[str, ...]  # parameters, of which one is too large on some rank
-    means: dict[str, Tensor]  # by parameter, if there is nothing bad
-    astray: bool = False  # a rank has data, and nothing to say that can be used
-
-    def copied(self) -> Heard:
-        """With means that are nobody else's memory."""
-        return replace(self, means={name: mean.clone() for name, mean in self.means.items()})
+from syncline.pipeline import DivideBy, Pipeline
+from syncline.replicas import average_optimizers, broadcast_tensors
 
 
 class PeriodicDriver(Driver):
@@ -63,7 +51,6 @@ class PeriodicDriver(Driver):
         """Without an `outer` parameters themselves are averaged, and no anchor is kept."""
         super().__init__(replica)
         self.period = period
-        self.outer = outer
         self.warmup = warmup
         self.optimizer_policy = optimizer
         self.steps = 0
@@ -72,7 +59,7 @@ class PeriodicDriver(Driver):
         self.met_at = warmup  # the step of the last meeting
         self.equal_at = warmup  # the step after which all ranks were last equal
         self.is_alone = False  # has no data any more
-        self.last_active = 0  # the lowest rank that had something to say at the last meeting of any
+        self.last_active = 0  # the lowest rank that others could take something from, at the last meeting of any
         self.is_draining = False  # all meet in one place
         self.skipping = Skipping(replica.settings.nonfinite, replica.settings.most_skips, "meeting")
         self.skipped = False  # the last meeting
@@ -81,7 +68,7 @@ class PeriodicDriver(Driver):
         self.start_gradients()
         trained = [(name, p) for name, p in replica.named() if p.requires_grad]
         self.exchange = Exchange(replica, split(trained, period.fragments))
-        self.anchors: dict[str, Tensor] = {}
+        self.anchors = Anchors(outer)
         self.under_way: Fragment | None = None
         self.kept: Heard | None = None  # of a fragment that was under way when a checkpoint was made
         if not warmup:
@@ -153,15 +140,10 @@ class PeriodicDriver(Driver):
         self.start_gradients()
         self.drop_anchors()
 
-    @torch.no_grad()
     def drop_anchors(self) -> None:
-        """Here all ranks are equal, and here they will be compared with."""
-        if self.outer is None:
-            return
+        """From here on ranks go different ways."""
         for fragment in self.exchange.fragments:
-            for slot in fragment.slots:
-                wide = torch.promote_types(slot.parameter.dtype, torch.float32)
-                self.anchors[slot.name] = slot.parameter.detach().to(wide, copy=True)
+            self.anchors.drop(fragment.slots)
 
     # Meeting
 
@@ -200,7 +182,7 @@ class PeriodicDriver(Driver):
         """Send off what this rank has to say about the next fragment."""
         self.refuse_others()
         fragment = self.next_fragment()
-        self.exchange.leave(fragment, self.fill, has_data=not self.is_alone)
+        self.exchange.leave(fragment, self.anchors.fill, has_data=not self.is_alone)
         self.under_way = fragment
 
     def refuse_others(self) -> None:
@@ -213,59 +195,52 @@ class PeriodicDriver(Driver):
                     f"ranks would not average it; close() this Sync before unfreezing or replacing and make another"
                 )
 
-    def fill(self, slot: Slot) -> None:
-        """What this rank contributes: where it is, or how far it has come."""
-        if self.outer is None:
-            slot.view.copy_(slot.parameter)
-        else:
-            torch.sub(self.anchors[slot.name], slot.parameter, out=slot.view)
-
     @torch.no_grad()
     def arrive(self) -> bool:
         """Take in what all ranks have said; whether any of them still has data."""
         heard, self.kept = self.kept or self.hear(), None
-        self.skipped = self.skipping.judge(self.what_is_wrong(heard))
-        if heard.active and not self.skipped:
-            self.take(heard)
+        source = None if heard.is_silence else self.judge(heard)
+        if source is not None:
+            self.take(heard, source)
         self.meetings += 1
-        if heard.active and not self.skipped:
-            self.last_active = heard.active[0]
+        if source is not None:
             self.settle_optimizers(is_left_out=not heard.contributed and not self.is_alone)
-            self.replica.settle_buffers(heard.active[0])
+            self.replica.settle_buffers(source)
             self.compare()
-        return bool(heard.active) or heard.astray
+        return not heard.is_silence
+
+    def judge(self, heard: Heard) -> int | None:
+        """The first of the ranks that others can take something from; None if all skip the meeting."""
+        sources = heard.active or self.exchange.sound_ranks()
+        self.last_active = sources[0] if sources else self.last_active
+        self.skipped = self.skipping.judge(self.what_is_wrong(heard, sources))
+        return None if self.skipped else self.last_active
 
     def hear(self) -> Heard:
         """Wait for the fragment that is under way."""
         fragment, self.under_way = self.under_way, None
         assert fragment is not None
-        verdict = self.exchange.arrive(fragment)
-        if verdict.is_good:
-            self.exchange.pipeline.handed_out(fragment.flights)
-        bad = [slot.name for bucket in fragment.buckets if bucket.number in verdict.bad for slot in bucket.slots]
-        contributed = self.replica.fabric.rank in verdict.active
-        return Heard(
-            verdict.active, contributed, tuple(bad), {slot.name: slot.view for slot in fragment.slots}, verdict.late
-        )
+        return self.exchange.hear(fragment)
 
-    def what_is_wrong(self, heard: Heard) -> str:
-        """Why nothing comes of a meeting; empty if something does, or if nobody has data any more."""
-        if heard.bad:
+    def what_is_wrong(self, heard: Heard, sources: Sequence[int]) -> str:
+        """Why nothing comes of a meeting; empty if something does."""
+        if heard.active and heard.bad:
             return f"one of {some(heard.bad)} is too large on some rank to be added up with what its codec has kept"
-        return "" if heard.active or not heard.astray else "no rank has parameters that are finite and can be added up"
+        return "" if sources else "no rank has parameters that are finite and can be added up"
 
-    def take(self, heard: Heard) -> None:
-        """Go where the ranks have agreed."""
+    def take(self, heard: Heard, source: int) -> None:
+        """Go where the ranks have agreed; if all that have data are astray, where one is that keeps them company."""
+        slots = self.next_fragment().slots
+        if not heard.active:
+            broadcast_tensors(self.replica.fabric, [slot.parameter for slot in slots], source)
+            return
         rates = self.replica.learning_rates()
-        for slot in self.next_fragment().slots:
+        for slot in slots:
             self.move(slot, heard.means[slot.name], rates.get(slot.name, 0.0), heard.contributed)
 
     def move(self, slot: Slot, mean: Tensor, rate: float, contributed: bool) -> None:
         """Put a parameter where the ranks have agreed, or between that and where it has gone since."""
-        target = mean
-        if self.outer is not None:
-            target = self.anchors[slot.name]
-            self.outer.step(slot.name, target, mean, rate)
+        target = self.anchors.moved(slot.name, mean, rate)
         if self.period.merge and contributed and not self.is_draining:
             slot.parameter.lerp_(target.to(slot.parameter.dtype), 1 - self.period.merge)
         else:
@@ -305,8 +280,10 @@ class PeriodicDriver(Driver):
         if is_equal:
             self.equal_at = self.steps
 
-    def divide(self, divide_by: DivideBy) -> None:
+    def join(self, divide_by: DivideBy | None) -> None:
         """Means are over the ranks that have something to say, whatever is asked for."""
+        if divide_by is None:
+            return
         if self.steps < self.warmup or self.period.fragments > 1 or self.period.delay or self.host is not None:
             raise ConfigError(
                 "join() needs a mode without fragments, delay and within_hosts, after its warm-up; give all ranks "
@@ -323,8 +300,16 @@ class PeriodicDriver(Driver):
             self.end_turn()
             self.is_alone = True
         self.is_alone = False
+        self.end_as_one()
+
+    def end_as_one(self) -> None:
+        """Take the state of a rank that trained to the last, or of another that is sound; if none is, stay apart."""
+        sound = self.exchange.sound_ranks()
+        if not sound:
+            return
+        self.replica.take_state_of(self.last_active if self.last_active in sound else sound[0])
+        self.skipped = False
         self.equal_at = self.steps
-        broadcast_optimizers(self.replica.fabric, self.replica.optimizers, self.last_active)
 
     def pipelines(self) -> list[Pipeline]:
         return [*super().pipelines(), self.exchange.pipeline]
@@ -341,8 +326,7 @@ class PeriodicDriver(Driver):
             "equal_at": self.equal_at,
             "under_way": self.saved_fragment(),
             "codec_state": self.exchange.pipeline.state_dict(),
-            "anchors": {name: anchor.clone() for name, anchor in self.anchors.items()},
-            "momenta": {name: one.clone() for name, one in self.outer.momenta.items()} if self.outer else {},
+            **self.anchors.state_dict(),
             "parameters": {name: p.detach().clone() for name, p in self.replica.named()},
             "buffers": {name: buffer.clone() for name, buffer in self.replica.model.named_buffers()},
             "optimizers": deepcopy([optimizer.state_dict() for optimizer in self.replica.optimizers]),
@@ -365,9 +349,7 @@ class PeriodicDriver(Driver):
         self.under_way = None
         self.exchange.rounds = saved["rounds"]
         self.exchange.pipeline.load_state_dict(saved["codec_state"])
-        self.anchors = {name: anchor.clone() for name, anchor in saved["anchors"].items()}
-        if self.outer is not None:
-            self.outer.momenta = {name: one.clone() for name, one in saved["momenta"].items()}
+        self.anchors.load_state_dict(saved)
         for name, parameter in self.replica.named():
             parameter.copy_(saved["parameters"][name])
         for name, buffer in self.replica.model.named_buffers():

@@ -16,7 +16,14 @@ from syncline.guards.divergence import compare_replicas
 from syncline.modes.buffers import SettledBuffers
 from syncline.modes.settings import Settings
 from syncline.pipeline import Pipeline, make_pipeline
-from syncline.replicas import broadcast_optimizers, broadcast_tensors, model_tensors, optimizer_tensors
+from syncline.replicas import (
+    broadcast_optimizers,
+    broadcast_scaler,
+    broadcast_tensors,
+    compare_rates,
+    model_tensors,
+    optimizer_tensors,
+)
 from syncline.tracing.spans import Recorder
 
 
@@ -74,9 +81,12 @@ class Replica:
         self.settled_buffers.settle(self.fabric, self.settings.buffers, buffers, root)
 
     def take_state_of(self, root: int) -> None:
-        """Give everyone what one rank has."""
+        """Give everyone what one rank has, but for learning rates."""
         broadcast_tensors(self.fabric, model_tensors(self.model), root)
         broadcast_optimizers(self.fabric, self.optimizers, root)
+        if self.scaler is not None:
+            broadcast_scaler(self.fabric, self.scaler, root)
+        compare_rates(self.fabric, self.optimizers)
 
     def compare(self, when: str, optimizers: bool = True) -> None:
         """Raise unless all replicas have the same bits."""
