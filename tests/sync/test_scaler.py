@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import syncline
+from support.batches import Batch, fill
+from support.models import Boom, Trapped
 
 
 def steps_with_an_overflow(fabric: syncline.Fabric, model: nn.Module) -> tuple[list[Tensor], float]:
@@ -41,6 +43,38 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_after_waiting() -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert all(p.isfinite().all() for p in first)
     assert not torch.equal(first[0], model.weight)
+
+
+def fail_once(fabric: syncline.Fabric, interval: int, when: int) -> tuple[Tensor, float, int]:
+    """Rank 1 fails in a backward pass and leaves out the rest of that turn, the update of its scale too."""
+    net = fill(Trapped(), seed=0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=interval)
+    sync = syncline.Sync(net, optimizer, fabric=fabric, scaler=scaler, check_every=1)
+    for step in range(9):
+        batch = Batch(fabric.rank, step)
+        optimizer.zero_grad()
+        try:
+            armed = "between gradients" if (fabric.rank, step) == (1, when) else ""
+            scaler.scale((net(batch.x, armed) - batch.y).square().mean()).backward()
+        except Boom:
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), scaler.get_scale(), sync.report().skipped
+
+
+@pytest.mark.parametrize("interval", [2, 3])
+@pytest.mark.parametrize("when", [2, 3, 4])
+def test_a_rank_that_failed_has_the_scale_of_the_others_again(interval: int, when: int) -> None:
+    """The others have updated theirs, and may have doubled it: what then comes of both scales is used by nobody."""
+    ranks = syncline.run(partial(fail_once, interval=interval, when=when), ranks=3, fabric="threads")
+    places, scales, skipped = zip(*ranks, strict=True)
+    assert len(set(scales)) == 1
+    assert scales[0] > 64.0
+    assert all(torch.equal(place, places[0]) for place in places)
+    doubled = (when + 1) % interval == 0  # by the update that rank 1 left out
+    assert skipped == ((2, 1, 2) if doubled else (1, 0, 1))
 
 
 def join_with_a_scale(fabric: syncline.Fabric, mode: str, codec: str) -> tuple[list[Tensor], float]:

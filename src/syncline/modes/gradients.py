@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.amp import GradScaler
 
 from syncline.buckets.parameters import sparse_names
 from syncline.buckets.passes import Verdict
@@ -18,6 +19,7 @@ from syncline.guards.unfreezing import compare_unfrozen
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
 from syncline.pipeline import DivideBy
+from syncline.replicas import all_have, broadcast_scaler
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +39,7 @@ class GradientDriver(Driver):
         self.everyone_active = True
         self.is_draining = False
         self.scale = 1.0  # of the loss, when what is under way left
+        self.passes_to_settle: int | None = None  # until ranks settle their scales, after one of them has failed
         self.late_versions: list[object] | None = None  # of gradients that some ranks get only in their step
         sparse = sparse_names(replica.model)
         if self.lags and sparse:
@@ -167,17 +170,36 @@ class GradientDriver(Driver):
             self.reducer.layout.scale(factor)
         self.new_gradients()
         self.problem = self.what_is_wrong(verdict)
+        if verdict.failed:
+            self.passes_to_settle = 1
         self.late_versions = self.versions() if verdict.late and not self.lags else None
 
     def together(self) -> None:
         """All that ranks say to each other besides gradients; every rank comes by here in every pass."""
         if self.replica.scaler is not None:
+            self.settle_scale(self.replica.scaler)
             self.scale = self.replica.scaler.get_scale()
             if self.reducer.under_way is not None and not self.reducer.has_means:
                 self.pretend()
         self.replica.settle_buffers(self.last_active)
         if not self.lags:
             self.compare(f"before step {self.reducer.passes}")
+
+    def settle_scale(self, scaler: GradScaler) -> None:
+        """Have one scale again, in the pass after one that failed on a rank, which then had nothing to step with.
+
+        Others have updated their scales since. Where that changed one, what comes of this pass is of different scales.
+        """
+        if self.passes_to_settle is None or self.lags:
+            return
+        if self.passes_to_settle:
+            self.passes_to_settle -= 1
+            return
+        self.passes_to_settle = None
+        if not all_have(self.replica.fabric, repr(scaler.get_scale())):
+            self.problem = "ranks had different scales of the loss, because one had failed before"
+            self.spoils_all = True
+        broadcast_scaler(self.replica.fabric, scaler, self.last_active)
 
     def pretend(self) -> None:
         """A GradScaler wants gradients to look at, also in a step that changes nothing."""
