@@ -367,10 +367,11 @@ def test_a_rank_that_went_astray_is_left_out_of_the_mean_and_takes_it(mode: str,
     moved = [first, first + second]
     if mode.startswith("diloco"):  # x - lr * (d + momentum * m), with m = momentum * m + d
         moved = [0.75 * first, 0.75 * first + 0.5 * (second + 0.5 * (second + 0.5 * first))]
+    tolerance = 1e-4 if codec == "onebit" else 1e-6  # of the place; its scales have 8 bits
     for path, error in ranks:
         assert not error
-        assert_close(path[1], torch.full((9,), START - moved[0], dtype=torch.float64), 1e-6)
-        assert_close(path[3], torch.full((9,), START - moved[1], dtype=torch.float64), 1e-6)
+        assert_close(path[1], torch.full((9,), START - moved[0], dtype=torch.float64), tolerance)
+        assert_close(path[3], torch.full((9,), START - moved[1], dtype=torch.float64), tolerance)
     assert alike([path[1] for path, _ in ranks])
     assert alike([path[3] for path, _ in ranks])
 

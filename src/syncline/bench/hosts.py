@@ -60,7 +60,10 @@ def only_user() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError("emulated hosts are in use by another run on this machine; wait for its end") from None
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do, where a process that was forked has it open too
 
 
 class Hosts:
