@@ -31,7 +31,7 @@ class OneBit(Codec):
     """Signs and block scales."""
 
     name: ClassVar[str] = "onebit"
-    block: int = 32  # values that share a scale; more says less, and suffers more from values that are almost zero
+    block: int = 16  # values that share a scale; more says less, and suffers more from values that are almost zero
     vote: bool = False  # signSGD with majority vote
     feedback: bool = True
 
