@@ -225,6 +225,17 @@ def test_auto_is_never_dearer_than_a_flat_candidate(world: int, nbytes: int) -> 
     assert seconds(chosen) == min(map(seconds, ("ring", "halving-doubling", "direct")))
 
 
+@pytest.mark.parametrize("world", [3, 4, 5, 8, 13])
+@pytest.mark.parametrize("nbytes", [100 << 10, 25 << 20])
+def test_between_hosts_no_rank_hears_several_at_once_if_much_is_said(world: int, nbytes: int) -> None:
+    hosts = hosts_of_sizes([1] * world)
+    schedule = schedule_of(cheapest(nbytes, world, hosts, 150e-6, 1e9), world, hosts)
+    for transfers in schedule.rounds:
+        assert len({transfer.dst for transfer in transfers}) == len(transfers)
+    short = schedule_of(cheapest(1 << 10, world, hosts, 150e-6, 1e9), world, hosts)
+    assert len(short.rounds) == 2
+
+
 # Sends and receives match
 
 
