@@ -141,21 +141,22 @@ def time_codec(codec: Codec, numel: int, world: int, repeats: int) -> tuple[Tria
 
 
 def some_parameters(numel: int) -> tuple[Part, ...]:
-    """What a bucket holds: the matrices and biases of some blocks of a transformer, and something at the end."""
+    """What a bucket holds: matrices and biases of the blocks of a transformer, and at the end rows of an embedding."""
     width = WIDTH
-    while 12 * width**2 > numel // 2:
+    while 12 * width**2 > numel // 2 and width > 1:
         width //= 2
-    heights = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
-    block = [shape for rows, columns in heights for shape in ((rows, columns), (rows,))]
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    block = [torch.Size(shape) for matrix in matrices for shape in (matrix, matrix[:1])]
     parts: list[Part] = []
-    at = 0
+    left = numel
     for shape in itertools.cycle(block):
-        size = torch.Size(shape)
-        if at + size.numel() > numel or not size.numel():
+        if shape.numel() > left:
             break
-        parts.append(Part(f"parameter {len(parts)}", at, at + size.numel(), size))
-        at += size.numel()
-    return (*parts, Part("rest", at, numel, torch.Size([numel - at])))
+        parts.append(Part(f"parameter {len(parts)}", numel - left, numel - left + shape.numel(), shape))
+        left -= shape.numel()
+    rows = left // width
+    end = Part("rows", numel - left, numel - left + rows * width, torch.Size([rows, width]))
+    return (*parts, end, Part("rest", end.hi, numel, torch.Size([numel - end.hi])))
 
 
 def all_different(numel: int) -> Tensor:
