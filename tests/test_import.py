@@ -132,6 +132,7 @@ FORBIDDEN = {
     "pipeline.py": {"modes", "sync", "launch", "current", "bench", "cli"},
     "replicas.py": {"buckets", "guards", "pipeline", "sync", "launch", "current", "bench", "cli"},
     "state.py": {"fabric", "buckets", "sync", "launch", "current", "bench", "cli"},
+    "replica": {"pipeline", "modes", "sync", "launch", "current", "bench", "cli"},
     "modes": {"sync", "launch", "current", "bench", "cli"},
     "sync.py": {"bench", "cli"},
     "integrations": {"buckets", "pipeline", "sync", "launch", "bench", "cli"},

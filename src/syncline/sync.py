@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from time import monotonic_ns
 from typing import Any, ClassVar
 
@@ -20,7 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.batch_norm import refuse_shared_statistics
-from syncline.buckets.backward import current_pass
 from syncline.buckets.membership import Membership
 from syncline.buckets.parameters import Claim, check_parameters, parameters_of
 from syncline.buckets.reducer import Reducer
@@ -30,13 +28,15 @@ from syncline.collectives.registry import algorithm
 from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
-from syncline.guards.finite import Policy, Skipping, WithheldGradients, first_not_finite
+from syncline.guards.finite import Policy, Skipping, first_not_finite
 from syncline.modes.mode import Driver, Mode
 from syncline.modes.registry import mode_of, text_of_mode
 from syncline.modes.replica import Replica
 from syncline.modes.settings import Buffers, Settings
 from syncline.modes.staleness import Staleness
 from syncline.pipeline import DivideBy
+from syncline.replica.grad_scalers import ScalerListener, stepping_scaler, watch_scaler
+from syncline.replica.optimizer_steps import StepListener, watch_steps
 from syncline.replicas import broadcast_tensors, compare_layouts, model_tensors
 from syncline.state import STATE_VERSION, choose_state, holds_work
 from syncline.tracing.quality import Quality
@@ -101,7 +101,6 @@ class Sync:
         )
         self.recorder = Recorder()
         self.skipping = Skipping(self.settings.nonfinite, self.settings.most_skips)
-        self.withheld = WithheldGradients()
         self.membership = Membership(model)
         self.stepped: set[Optimizer] = set()  # with the gradients at hand
         self.skips = False  # the step with these gradients
@@ -115,8 +114,10 @@ class Sync:
         self._claim = Claim()
         if self._given.world >= (self.least_world or self.settings.least_world):
             self._begin()
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
-        self._hooks += [optimizer.register_step_post_hook(self._after_step) for optimizer in self.optimizers]
+        steps = StepListener(self._before_step, self._after_step)
+        self._endings = [watch_steps(optimizer, steps) for optimizer in self.optimizers]
+        if scaler is not None:
+            self._endings.append(watch_scaler(scaler, ScalerListener(self._before_unscale, self._after_update)))
         self.recorder.begin(monotonic_ns())
 
     def _begin(self) -> Driver:
@@ -245,7 +246,7 @@ class Sync:
         is alone now has it in its first step. A rank that had nobody to talk to may have kept nothing, and then there
         is nothing to go on from.
         """
-        if not self._hooks:
+        if not self._endings:
             raise ConfigError("this Sync is closed, so nothing can go on with it; make another")
         states = [saved] if isinstance(saved, dict) else list(saved)
         if self.driver is None and not any(map(holds_work, states)):
@@ -271,55 +272,53 @@ class Sync:
 
     def close(self) -> None:
         """Let go of the model and the optimizer. Gradients that are under way are used first."""
-        if self.driver is not None and self._hooks:
+        if self.driver is not None and self._endings:
             self.driver.finish()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        for end in self._endings:
+            end()
+        self._endings.clear()
         self._claim.release()
-        self.withheld.give_back()
         if self.driver is not None and self.fabric is not None:
             self.driver.close()
             self.fabric.close()
 
     # What happens by itself
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Nothing but synchronized, finite gradients reach the optimizer; those of a closure, when it has made them."""
-        if current_pass() >= 0:
-            raise ConfigError(
-                "optimizer.step() was called in the middle of backward(), where gradients are not yet means over "
-                "ranks; call it when backward() has returned"
-            )
-        itself, *given = args
-        closure = given[0] if given else kwargs.get("closure")
-        if closure is None:
-            self._prepare_step(optimizer)
-            return None
-
-        def judged() -> Any:
-            self.withheld.give_back()
-            loss = closure()
-            with torch.no_grad():
-                self._prepare_step(optimizer)
-            return loss
-
-        if given:
-            return (itself, judged, *given[1:]), kwargs
-        return args, {**kwargs, "closure": judged}
-
-    def _prepare_step(self, optimizer: Optimizer) -> None:
-        """Make gradients what the optimizer should see, or withhold them."""
+    def _before_step(self, optimizer: Optimizer) -> bool:
+        """Make gradients what the optimizer should see; False if it is to make no step with them."""
         if self.driver is not None:
             self.membership.check(optimizer)
-        if optimizer in self.stepped or not self.stepped:
+            self._refuse_other_scalers(self.driver)
+        if self._begins_round(optimizer):
             self.stepped.clear()
             problem = self.driver.before_round() if self.driver is not None else ""
-            if self.reducer is not None:
-                self.membership.refuse_replaced(chain(self.reducer.layout.slots, self.reducer.layout.sparse))
+            if self.driver is not None:
+                self.membership.refuse_replaced(self.driver.without_gradient())
             self.skips = bool(problem) if self._scaler_judges() else self.skipping.judge(problem)
-        if self._skips(optimizer) or (self.driver is not None and self.driver.withholds):
-            self.withheld.withhold(p for group in optimizer.param_groups for p in group["params"])
+        return not self._skips(optimizer) and (self.driver is None or not self.driver.withholds)
+
+    def _begins_round(self, optimizer: Optimizer) -> bool:
+        """Whether a step of this optimizer is the first with the gradients at hand."""
+        return optimizer in self.stepped or not self.stepped
+
+    def _refuse_other_scalers(self, driver: Driver) -> None:
+        """Refuse a GradScaler that this Sync was not given, where ranks would come apart by what it does alone."""
+        reason = driver.needs_scaler() if self.scaler is None else "this Sync was given another one"
+        if reason and stepping_scaler() not in (None, self.scaler):
+            raise ConfigError(
+                f"a GradScaler makes this step that Sync does not know, and {reason}; say syncline.Sync(..., "
+                f"scaler=scaler)"
+            )
+
+    def _before_unscale(self, optimizer: Optimizer) -> None:
+        """Let the scaler see means: a rank without a backward pass takes part in that of the others now."""
+        if self.driver is not None and optimizer in self.optimizers and self._begins_round(optimizer):
+            self.driver.wait()
+
+    def _after_update(self) -> None:
+        """The scaler has updated its scale."""
+        if self.driver is not None:
+            self.driver.after_update()
 
     def _scaler_judges(self) -> bool:
         """Whether each optimizer's gradients are right or not by themselves, and a GradScaler looks at them."""
@@ -336,8 +335,8 @@ class Sync:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         return bool(first_not_finite(("a gradient", gradient) for gradient in gradients))
 
-    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        self.withheld.give_back()
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """The step has been made, or left out."""
         if not self.stepped:
             self.recorder.end_step(monotonic_ns(), self.skips)
         self.stepped.add(optimizer)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD
 
 import syncline
 from support.models import Words, frozen_below
@@ -16,10 +16,19 @@ from syncline.errors import ConfigError, PairingError, RankFailed
 from syncline.modes.asynchronous import AsyncSGD
 
 
-def start(model: nn.Module, ranks: int = 2, **settings: str) -> BaseException:
+class Around(SGD):
+    """An optimizer that steps through another one."""
+
+    def __init__(self, parameters: object, lr: float) -> None:
+        parameters = list(parameters)
+        super().__init__(parameters, lr)
+        self.inner = [SGD(parameters, lr)]
+
+
+def start(model: nn.Module, ranks: int = 2, kind: type = SGD, **settings: str) -> BaseException:
     def work(fabric: syncline.Fabric) -> None:
         own = copy.deepcopy(model)
-        syncline.Sync(own, SGD(own.parameters(), lr=0.1), fabric=fabric, **settings)
+        syncline.Sync(own, kind(own.parameters(), lr=0.1), fabric=fabric, **settings)
 
     with pytest.raises(RankFailed) as failed:
         syncline.run(work, ranks=ranks, fabric="threads")
@@ -43,6 +52,17 @@ def start(model: nn.Module, ranks: int = 2, **settings: str) -> BaseException:
 def test_what_cannot_work_is_refused(settings: dict, kind: type, message: str) -> None:
     error = start(nn.Linear(2, 2), **settings)
     assert isinstance(error, kind)
+    assert message in str(error)
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded:ahead=1"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(LBFGS, "LBFGS needs a closure"), (Around, "Around steps through another optimizer, SGD, which would stay")],
+)
+def test_an_optimizer_that_cannot_step_at_a_server_is_refused_by_all_ranks(kind: type, message: str, mode: str) -> None:
+    error = start(nn.Linear(2, 2), kind=kind, mode=mode)
+    assert isinstance(error, PairingError)
     assert message in str(error)
 
 

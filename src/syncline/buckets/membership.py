@@ -46,9 +46,9 @@ class Membership:
             )
 
     def refuse_replaced(self, slots: Iterable[Slot]) -> None:
-        """Of parameters that had no gradient, because another one has taken their place."""
+        """Of parameters that had no gradient, those whose place another one has taken."""
         for slot in slots:
-            if not slot.fired and not self.is_there(slot):
+            if not self.is_there(slot):
                 raise ConfigError(
                     f"{slot.name} is not the parameter any more that it was when this Sync was made (a new layer, or "
                     f"load_state_dict(assign=True)?), so ranks would not average its gradient; close() this Sync and "

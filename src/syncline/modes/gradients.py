@@ -94,6 +94,15 @@ class GradientDriver(Driver):
     def wait(self) -> None:
         self.reducer.before_step(late=False)
 
+    def needs_scaler(self) -> str:
+        if self.lags:
+            return "the gradients of the step before have the scale of the step before"
+        if self.replica.settings.codec.feedback or self.replica.settings.codec.correction is not None:
+            return f"the residual of {self.replica.settings.codec.name} follows its scale"
+        if self.passes_to_settle is not None:
+            return "a rank that failed in its backward pass has not updated its scale as the others have"
+        return ""
+
     def before_forward(self, *_: object) -> None:
         """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten.
 
@@ -179,8 +188,8 @@ class GradientDriver(Driver):
         if self.replica.scaler is not None:
             self.settle_scale(self.replica.scaler)
             self.scale = self.replica.scaler.get_scale()
-            if self.reducer.under_way is not None and not self.reducer.has_means:
-                self.pretend()
+        if self.reducer.under_way is not None and not self.reducer.has_means:
+            self.pretend()
         self.replica.settle_buffers(self.last_active)
         if not self.lags:
             self.compare(f"before step {self.reducer.passes}")
@@ -202,7 +211,7 @@ class GradientDriver(Driver):
         broadcast_scaler(self.replica.fabric, scaler, self.last_active)
 
     def pretend(self) -> None:
-        """A GradScaler wants gradients to look at, also in a step that changes nothing."""
+        """Show zeros to what looks at gradients, as a GradScaler does, before a step that is not to be made."""
         self.withholds = True
         for slot in self.reducer.layout.slots:
             slot.parameter.grad = torch.zeros_like(slot.parameter)

@@ -7,10 +7,12 @@ optimizer.step    `before_round`, the optimizer's own work, `after_round`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import Any, ClassVar
 
+from syncline.buckets.bucket import Slot
 from syncline.buckets.reducer import Reducer
 from syncline.errors import ConfigError
 from syncline.modes.replica import Replica
@@ -57,6 +59,20 @@ class Driver(ABC):
 
     def after_round(self, skipped: bool) -> None:
         """All optimizers have made their steps."""
+
+    def without_gradient(self) -> Iterable[Slot]:
+        """Parameters that had no gradient in the last backward pass, maybe because others have taken their places."""
+        if self.reducer is None:
+            return []
+        layout = self.reducer.layout
+        return [slot for slot in chain(layout.slots, layout.sparse) if not slot.fired]
+
+    def after_update(self) -> None:
+        """A GradScaler has updated its scale, after a step that was made or left out."""
+
+    def needs_scaler(self) -> str:
+        """Why this driver must know the GradScaler of the loop, if there is one; empty if it need not."""
+        return ""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

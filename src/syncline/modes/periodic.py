@@ -10,7 +10,7 @@ many in a row are an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from typing import Any
@@ -73,8 +73,6 @@ class PeriodicDriver(Driver):
         self.kept: Heard | None = None  # of a fragment that was under way when a checkpoint was made
         if not warmup:
             self.drop_anchors()
-        if replica.scaler is not None:
-            self.count_updates(replica.scaler)
 
     def own_host(self) -> Fabric:
         """The ranks that average gradients in every step."""
@@ -96,17 +94,6 @@ class PeriodicDriver(Driver):
         self.gradients.new_gradients = lambda: self.new_gradients()
         self.reducer = self.gradients.reducer
 
-    def count_updates(self, scaler: torch.amp.GradScaler) -> None:
-        """A step that the scaler leaves out counts as well: the other ranks have made theirs."""
-        update = scaler.update
-
-        def update_and_count(*arguments: Any, **named: Any) -> None:
-            update(*arguments, **named)
-            self.count()
-
-        scaler.update = update_and_count  # type: ignore[method-assign]
-        self.uncount = lambda: delattr(scaler, "update")
-
     # In the user's loop
 
     def before_round(self) -> str:
@@ -120,6 +107,17 @@ class PeriodicDriver(Driver):
     def after_round(self, skipped: bool) -> None:
         if self.replica.scaler is None:
             self.count()
+
+    def after_update(self) -> None:
+        """A step that the scaler leaves out counts as well: the other ranks have made theirs."""
+        self.count()
+
+    def without_gradient(self) -> Iterable[Slot]:
+        slots = [slot for fragment in self.exchange.fragments for slot in fragment.slots]
+        return [slot for slot in slots if slot.parameter.grad is None]
+
+    def needs_scaler(self) -> str:
+        return "a step that it leaves out on one rank must count there, or ranks would wait for each other"
 
     def wait(self) -> None:
         if self.gradients is not None:
@@ -360,10 +358,7 @@ class PeriodicDriver(Driver):
         if self.gradients is not None:
             self.gradients.load_state_dict(saved["gradients"])
 
-    uncount = staticmethod(lambda: None)
-
     def close(self) -> None:
-        self.uncount()
         if self.gradients is not None:
             self.gradients.close()
         self.exchange.pipeline.close()

@@ -1,0 +1,1 @@
+"""What a rank trains with, as Sync sees it: steps of its optimizers, and its GradScaler."""
