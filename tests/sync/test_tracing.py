@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple
 from functools import cache, partial
 from itertools import pairwise
+from statistics import mean
 
 import pytest
 from hypothesis import given
@@ -16,7 +18,7 @@ from support.catalogue import FABRICS
 from support.guarded import ONE_EACH, Net, Spoils, Trained, train
 from syncline import Deadlines
 from syncline.tracing.spans import BucketSpan, Recorder, StepSpan
-from syncline.tracing.totals import Totals, mean_totals, totals_of
+from syncline.tracing.totals import mean_totals, totals_of
 
 MS = 1_000_000
 GRADIENT_BYTES = 4 * sum(parameter.numel() for parameter in Net().parameters())
@@ -165,25 +167,32 @@ def with_a_slow_rank(fabric: str) -> list[list[StepSpan]]:
     return syncline.run(partial(traced.spans_of_training, steps=4, slow=1), 2, fabric, Deadlines(20.0))
 
 
-def assert_first_waits_for_second(fast: Totals, slow: Totals) -> None:
-    """One has the time of sleep as exposed waiting, the other one as compute, whatever else they do."""
-    assert fast.waiting_s > 0.8 * traced.SLEEP_S
-    assert fast.exposed_s > 0.8 * traced.SLEEP_S
-    assert slow.compute_s > 0.8 * traced.SLEEP_S
-    assert fast.compute_s < slow.compute_s - 0.5 * traced.SLEEP_S
-    assert slow.waiting_s < fast.waiting_s - 0.5 * traced.SLEEP_S
+def assert_first_waits_for_second(fast: Sequence[StepSpan], slow: Sequence[StepSpan]) -> None:
+    """One has as exposed waiting what the other one came later, as both clocks have it, whatever else the machine does.
+
+    Sleep is the least that the other one computes. What it waits itself is only what the machine makes it wait.
+    """
+    pairs = [(one.buckets[0], two.buckets[0].ready_ns) for one, two in zip(fast, slow, strict=True)]
+    waited_s = mean(max(0, ready_ns - one.began_ns) / 1e9 for one, ready_ns in pairs)
+    exposed_s = mean(max(0, ready_ns - one.waited_from_ns) / 1e9 for one, ready_ns in pairs)
+    first, second = mean_totals(fast), mean_totals(slow)
+    assert first.waiting_s >= waited_s
+    assert first.exposed_s >= exposed_s
+    assert first.compute_s <= first.step_s - exposed_s + 1e-9
+    assert second.compute_s > traced.SLEEP_S
+    assert second.waiting_s < first.waiting_s
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
 def test_a_slow_rank_is_waited_for_by_the_others_and_waits_for_nobody(fabric: str) -> None:
     fast, slow = with_a_slow_rank(fabric)
-    assert_first_waits_for_second(mean_totals(fast[1:]), mean_totals(slow[1:]))
+    assert_first_waits_for_second(fast[1:], slow[1:])
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
 def test_to_wait_in_the_first_step_is_not_to_compute(fabric: str) -> None:
     fast, slow = with_a_slow_rank(fabric)
-    assert_first_waits_for_second(totals_of(fast[0]), totals_of(slow[0]))
+    assert_first_waits_for_second(fast[:1], slow[:1])
 
 
 @pytest.mark.parametrize("fabric", FABRICS)
