@@ -17,6 +17,7 @@
 
 #include "build_info.h"
 #include "codec_kernels.h"
+#include "digest_kernels.h"
 #include "entries.h"
 #include "group.h"
 #include "halves.h"
@@ -33,6 +34,7 @@ namespace {
 using Rows = nb::ndarray<const int64_t, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<nb::numpy, uint8_t, nb::shape<-1>>;
 using Move = std::tuple<uintptr_t, uintptr_t, size_t>;  // to, from, how many elements
+using Range = std::tuple<uintptr_t, size_t>;           // where it begins, how many bytes
 using FourSizes = std::array<size_t, 4>;               // of a matrix: where it begins, rows, columns, factors
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 
@@ -271,6 +273,11 @@ NB_MODULE(_native, m) {
       finite &= (out == in ? divide : divide_past_cache)(at(out), at(in), count, DataType(dtype), divisor);
     return finite;
   }, "moves"_a, "dtype"_a, "divisor"_a, ReleaseGil());
+  m.def("digest", [](const std::vector<Range>& pieces, uint64_t first) {
+    std::vector<Piece> all;
+    for (const auto& [data, bytes] : pieces) all.push_back({at(data), bytes});
+    return digest_pieces(digest_kernels(), all.data(), all.size(), first);
+  }, "pieces"_a, "first"_a, ReleaseGil());
   bind_codecs(m);
   bind_low_rank(m);
   bind_halves(m);

@@ -46,6 +46,11 @@ def copy(moves: list[tuple[int, int, int]], dtype: int) -> None:
 def divide(moves: list[tuple[int, int, int]], dtype: int, divisor: int) -> bool:
     """Write quotients: to, from, how many; to may be from. Returns whether all are finite."""
 
+# Digests of replicas; see native/digest_kernels.h.
+
+def digest(pieces: list[tuple[int, int]], first: int) -> int:
+    """Sum over the 64-bit words of pieces (data, bytes), the first of which has the number `first`."""
+
 class Handle:
     """A call that was submitted."""
 

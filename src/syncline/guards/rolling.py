@@ -1,0 +1,181 @@
+"""A digest of a window of the replica's bytes, which rolls over all of them from step to step.
+
+    tensors   | weight      | bias | exp_avg     | exp_avg_sq  | step |   the bytes of all, in order
+    windows   |     0     |     1     |     2     |     3     |  4   |   number 0, 1, 2, 3, 4, 0, 1, ...
+
+The digest is the sum over the window's 64-bit words of `mix(word + place * STEP)` modulo 2^64, folded to 32 bits. `mix`
+is the finalizer of MurmurHash3, so every place has a bijection of its own: what plain sums and exclusive ors do not see
+(swapped words, two flips of the same bit) changes the digest. Equal bits always give equal digests; different ones give
+equal digests with odds of 2^-32. NaN payloads and the sign of zero are bits like others. All sizes are in every digest.
+The native kernel (native/digest_kernels.h) and the torch one have the same bits, on all processors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, groupby
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from syncline.errors import ConfigError
+
+try:
+    from syncline import _native as found
+except ImportError:
+    native: ModuleType | None = None
+else:
+    native = found
+
+SMALLEST_WINDOW_BYTES = 64 * 1024
+WORD = 8
+STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
+
+
+class RollingDigest:
+    """Digests that cover all bytes of a list of tensors within `passes` consecutive numbers.
+
+    A digest depends on the number and the tensors alone, not on earlier calls: a rank that joins later agrees at once.
+    """
+
+    def __init__(self, passes: int = 200) -> None:
+        if passes < 1:
+            raise ConfigError(f"passes={passes} would never cover the tensors; give 1 or more")
+        self.passes = passes
+        self.layout = Layout((), passes)
+
+    def of(self, number: int, tensors: Sequence[Tensor]) -> int:
+        """32-bit digest of the window `number` of the tensors' bytes.
+
+        All of them are covered within `passes` consecutive numbers. Tensors outside of the window are not read.
+        """
+        sizes = tuple([tensor.nbytes for tensor in tensors])
+        if sizes != self.layout.sizes:
+            self.layout = Layout(sizes, self.passes)
+        spans = [Span(tensors[index], lo, hi) for index, lo, hi in self.layout.window(number)]
+        total = (self.layout.digest + digest_spans(spans)) % 2**64
+        return total >> 32 ^ total & 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where tensors of these sizes in bytes lie, one after the other, and the windows they are cut into."""
+
+    sizes: tuple[int, ...]
+    passes: int
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Byte after the last one of every tensor."""
+        return list(accumulate(self.sizes))
+
+    @cached_property
+    def window_bytes(self) -> int:
+        """Length of a window, in whole words: 1/passes of everything, or the smallest one that is worth a call."""
+        total = sum(self.sizes)
+        return max(SMALLEST_WINDOW_BYTES, -(-total // (self.passes * WORD)) * WORD)
+
+    @cached_property
+    def num_windows(self) -> int:
+        """How many windows there are, `passes` at most; the last may be short."""
+        return max(1, -(-sum(self.sizes) // self.window_bytes))
+
+    @cached_property
+    def digest(self) -> int:
+        """64-bit digest of the sizes themselves."""
+        return digest_words(torch.tensor(self.sizes, dtype=torch.int64), 0)
+
+    def window(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """Every tensor in the window: its index, and which of its bytes, from and to."""
+        lo = number % self.num_windows * self.window_bytes
+        hi = lo + self.window_bytes
+        for index in range(bisect_right(self.ends, lo), len(self.sizes)):
+            start = self.ends[index] - self.sizes[index]
+            if start >= hi:
+                return
+            if self.sizes[index]:
+                yield index, max(lo - start, 0), min(hi, self.ends[index]) - start
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Some bytes of a tensor, in the order of its elements, which need not be that of its memory."""
+
+    tensor: Tensor
+    lo: int
+    hi: int
+
+    @property
+    def num_words(self) -> int:
+        """Words that the bytes take up; the last one may be short."""
+        return (self.hi - self.lo + WORD - 1) // WORD
+
+    def place(self) -> torch.device | None:
+        """Device of the tensor; None where the native kernel can read it."""
+        return None if native is not None and self.tensor.is_cpu else self.tensor.device
+
+    def bytes(self) -> Tensor:
+        """Copy of the bytes, and for a moment of the rows that hold them; a row is one element where possible."""
+        tensor = self.tensor.detach()
+        rows = tensor.view(-1) if tensor.is_contiguous() else tensor.squeeze()
+        row_bytes = rows.nbytes // len(rows)
+        first, last = self.lo // row_bytes, -(-self.hi // row_bytes)
+        some = rows[first:last].resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        return some.view(-1).view(torch.uint8)[self.lo - first * row_bytes : self.hi - first * row_bytes]
+
+    def lies_in_a_row(self) -> bool:
+        """Whether the bytes can be read where they are."""
+        return self.tensor.is_contiguous() and not self.tensor.is_conj() and not self.tensor.is_neg()
+
+
+def digest_spans(spans: Sequence[Span]) -> int:
+    """64-bit sum over the words of all spans, of which each begins a new word."""
+    total, first = 0, 0
+    for device, several in groupby(spans, Span.place):
+        run = list(several)
+        total += digest_natively(run, first) if device is None else digest_words(words_of(run), first)
+        first += sum(span.num_words for span in run)
+    return total
+
+
+def digest_natively(spans: Sequence[Span], first: int) -> int:
+    """Sum of the native kernel over tensors in the memory of this machine."""
+    pieces, copies = [], []
+    for span in spans:
+        if span.lies_in_a_row():
+            pieces.append((span.tensor.data_ptr() + span.lo, span.hi - span.lo))
+        else:
+            copies.append(span.bytes())
+            pieces.append((copies[-1].data_ptr(), span.hi - span.lo))
+    return int(native.digest(pieces, first))  # type: ignore[union-attr]
+
+
+def words_of(spans: Sequence[Span]) -> Tensor:
+    """All bytes as 64-bit words; those of each span are filled up with zeros."""
+    parts = []
+    for span in spans:
+        data = span.bytes()
+        parts += [data, data.new_zeros(-len(data) % WORD)]
+    return torch.cat(parts).view(torch.int64)
+
+
+def digest_words(words: Tensor, first: int) -> int:
+    """Sum of mixed words, of which the first has the number `first`; the torch kernel, bit-equal to the native one."""
+    places = torch.arange(first + 1, first + 1 + len(words), device=words.device)
+    mixed = shifted(words + places * signed(STEP)) * signed(FIRST)
+    mixed = shifted(mixed) * signed(SECOND)
+    return int(shifted(mixed).sum()) % 2**64
+
+
+def shifted(words: Tensor) -> Tensor:
+    """Words with their upper bits on the lower ones; `>>` of signed integers would draw in the sign."""
+    return words ^ (words >> 33 & 2**31 - 1)
+
+
+def signed(number: int) -> int:
+    """The signed integer with the bits of an unsigned one: torch multiplies signed ones modulo 2^64."""
+    return number - 2**64 if number >= 2**63 else number
