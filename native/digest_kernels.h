@@ -5,8 +5,8 @@
 // `mix` is the finalizer of MurmurHash3, a bijection of 64 bits that no input bit passes through alone, and `step` is odd, so
 // every place has a bijection of its own. Hence:
 //   - two memories that differ within one word always have different sums;
-//   - differences in several words cancel like random numbers do, with odds of 2^-64 (tried: two flips of one bit, the
-//     sign bit included, in two words, fewer than one in 2^43), and not at all by being swapped, negated or equal;
+//   - differences in several words should cancel no more often than random numbers do, with odds of 2^-64; of pairs of
+//     random words with the same bit flipped in both, for 13 bits with the sign bits among them, not one of 2^44 did;
 //   - additions modulo 2^64 have no order, so all widths of vectors give the same bits, and parts can be added up.
 // A digest that keeps fewer bits of the sum, say 32, misses a difference with odds of 2^-32. Nothing here withstands somebody
 // who looks for a collision on purpose.

@@ -212,3 +212,43 @@ TEST(what_is_taken_is_in_the_message_and_nothing_is_out_of_bounds) {
       }
   });
 }
+
+// Any finite numbers: of all exponents, denormal, zero, equal.
+TEST(all_instruction_sets_write_the_same_messages) {
+  int num_tables = 0;
+  const CodecTable* const* tables = codec_tables(&num_tables);
+  Random random(3);
+  for (const size_t block : {8, 24, 256, 5000})
+    for (const size_t count : awkward) {
+      std::vector<float> values(count), drawn(count);
+      for (float& value : values) {
+        const uint32_t bits = uint32_t(random.next() >> 32);
+        std::memcpy(&value, &bits, sizeof bits);
+        if (!std::isfinite(value) || random.below(4) == 0) value = random.below(2) ? -0.0f : 1.5f;
+      }
+      for (float& draw : drawn) draw = float(random.uniform()) * 0.99f;
+      const auto all_of_them = [&](const CodecTable& table) {
+        std::vector<uint8_t> made;
+        const size_t blocks = (count + block - 1) / block;
+        std::vector<float> scales(blocks);
+        std::vector<uint16_t> magnitudes(blocks);
+        std::vector<uint8_t> codes(count);
+        const auto add = [&](const void* from, size_t bytes) {
+          const auto* data = static_cast<const uint8_t*>(from);
+          made.insert(made.end(), data, data + bytes);
+        };
+        for (const int bits : {8, 4})
+          for (const float* noise : {static_cast<const float*>(nullptr), static_cast<const float*>(drawn.data())}) {
+            table.quantize(scales.data(), codes.data(), values.data(), noise, count, block, bits);
+            add(scales.data(), blocks * sizeof(float));
+            add(codes.data(), (count * size_t(bits) + 7) / 8);
+          }
+        table.pack_signs(magnitudes.data(), codes.data(), values.data(), count, block);
+        add(magnitudes.data(), blocks * sizeof(uint16_t));
+        add(codes.data(), (count + 7) / 8);
+        return made;
+      };
+      const auto first = all_of_them(*tables[0]);
+      for (int k = 1; k < num_tables; ++k) CHECK(all_of_them(*tables[k]) == first, "table %d, %zu of %zu", k, count, block);
+    }
+}

@@ -68,7 +68,7 @@ class Training:
         self.model: nn.Module = make_many_small()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.sync = kind(self.model, self.optimizer, fabric=fabric) if kind else None
-        self.x = torch.randn(32, 64)
+        self.x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
 
     def turn(self) -> float:
         """Seconds of a step."""

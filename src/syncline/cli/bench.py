@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from syncline.bench.algorithms import Measured, compare_algorithms
-from syncline.bench.codecs import CodecSpeed, measure_codecs
+from syncline.bench.codecs import SEED, CodecSpeed, measure_codecs
 from syncline.bench.collectives import MPIS, Results, compare
 from syncline.bench.contenders import CONTENDERS, present
 from syncline.bench.convergence import CODECS as CONVERGING
@@ -86,6 +86,7 @@ def codecs(
     size: Annotated[str, typer.Option(help="The bucket, as `25MB`.")] = "25MB",
     world: Annotated[int, typer.Option(help="Ranks, for the bytes on the wire.")] = 4,
     repeats: Annotated[int, typer.Option(help="Of which the median is taken.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the gradients, whose answers are compared with those of torch.")] = SEED,
     html: Annotated[Path, typer.Option(metavar="FILE", help="Where the plot goes.")] = Path("bench-codecs.html"),
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
@@ -97,12 +98,14 @@ def codecs(
         raise ConfigError(f"--world {world} --repeats {repeats}: there must be two ranks and one repeat at least")
     status = Console(stderr=True).status("starting", spinner="dots")
     with status:
-        speeds = measure_codecs(parse_bytes(size), world, repeats, lambda name: status.update(name))
+        speeds = measure_codecs(parse_bytes(size), world, repeats, lambda name: status.update(name), seed)
     if as_json:
-        print(json.dumps({"bytes": parse_bytes(size), "world": world, "codecs": [asdict(one) for one in speeds]}))
+        rows = [asdict(one) for one in speeds]
+        print(json.dumps({"bytes": parse_bytes(size), "world": world, "seed": seed, "codecs": rows}))
         return
     console = Console(highlight=False)
-    console.print(codec_table(speeds, f"one bucket of {format_bytes(parse_bytes(size))}, one core, {world} ranks"))
+    title = f"one bucket of {format_bytes(parse_bytes(size))}, one core, {world} ranks, seed {seed}"
+    console.print(codec_table(speeds, title))
     from syncline.bench.plot import write_codec_plot
 
     write_codec_plot(speeds, html)

@@ -57,6 +57,7 @@ class Codec(ABC):
     name: ClassVar[str]
     feedback: bool  # whether what was not sent is kept and sent later
     says_all: ClassVar[bool] = True  # of every entry something is sent at every step
+    tolerance: float = 0.0  # relative norm by which answers of native and of torch kernels may differ; 0 is to the bit
 
     @property
     def correction(self) -> Correction | None:

@@ -46,6 +46,11 @@ class Composed(Codec):
         return self.inner().feedback
 
     @property
+    def tolerance(self) -> float:  # type: ignore[override]
+        """That of the one inside."""
+        return self.inner().tolerance
+
+    @property
     def correction(self) -> Correction | None:
         """That of the one inside, of all parameters."""
         return self.inner().correction

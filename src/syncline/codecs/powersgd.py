@@ -30,6 +30,7 @@ class PowerSGD(Codec):
 
     name: ClassVar[str] = "powersgd"
     feedback: ClassVar[bool] = True  # type: ignore[misc]
+    tolerance: ClassVar[float] = 1e-4  # type: ignore[misc]  # torch does not say in which order `mm` adds
     rank: int = 4  # of the factors; larger is more exact
     min_compression_rate: float = 2.0  # matrices that would shrink by less go as they are
 

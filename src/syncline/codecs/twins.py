@@ -1,5 +1,8 @@
 """The kernels of codecs in plain torch: they run on any device, and the native ones are tested against them.
 
+Values are finite, as the pipeline looks before it encodes. Then every kernel here gives the bits of its native one, by
+the same order of additions and the same choice among equals; only `low_rank.py` has a tolerance instead.
+
 Messages are flat tensors of bytes. Every decoder checks what it is given before it writes anything.
 """
 
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from syncline.errors import CorruptMessage
 
+LANES = 16  # sums of a block that run side by side, on every processor
 SCALES = {8: torch.float32, 4: torch.float32, 1: torch.bfloat16}  # by the bits of a value
 
 
@@ -72,8 +76,24 @@ def pack_signs(values: Tensor, block: int) -> Tensor:
     counts = torch.full((len(rows),), float(block), device=values.device)
     if values.numel() % block:
         counts[-1] = values.numel() % block
-    scales = narrow(rows.abs().sum(1) / counts, SCALES[1], saturates=True)
+    scales = narrow(sums_of_magnitudes(rows) / counts, SCALES[1], saturates=True)
     return torch.cat([scales.view(torch.uint8), pack_bits(values >= 0)])
+
+
+def sums_of_magnitudes(rows: Tensor) -> Tensor:
+    """Sum of every row, in the native order: every 16th value, from the first to the last, then these sums likewise."""
+    columns = -(-rows.shape[1] // LANES)
+    lanes = torch.nn.functional.pad(rows.abs(), (0, columns * LANES - rows.shape[1])).view(len(rows), columns, LANES)
+    return sum_in_order(sum_in_order(lanes, 1), 1)
+
+
+def sum_in_order(values: Tensor, dim: int) -> Tensor:
+    """Sum over a dimension from its first entry to its last, which `Tensor.sum` does not promise."""
+    first, *others = values.unbind(dim)
+    total = first.clone()
+    for other in others:
+        total += other
+    return total
 
 
 def unpack_signs(message: Tensor, numel: int, block: int) -> Tensor:
@@ -96,11 +116,24 @@ def unpack_bits(message: Tensor, numel: int) -> Tensor:
 
 
 def select_largest(values: Tensor, count: int) -> Tensor:
-    """The positions of so many entries of every row that are largest by magnitude, ascending."""
-    if values.dim() == 1:
-        return values.abs().topk(count, sorted=False).indices.sort().values
-    starts = torch.arange(len(values), device=values.device).unsqueeze(1) * values.shape[1]
-    return (values.abs().topk(count, dim=1, sorted=False).indices.sort(dim=1).values + starts).view(-1)
+    """The positions of so many entries of every row that are largest by magnitude, ascending; of equal ones the first.
+
+    Magnitudes are compared by their bits, as the native kernel does, because `topk` does not say which of equal ones
+    it takes. NaN is larger than infinity.
+    """
+    if not count or not values.numel():
+        return torch.empty(0, dtype=torch.int64, device=values.device)
+    rows = magnitude_bits(values).view(-1, values.shape[-1])
+    least = rows.topk(count, dim=1).values[:, -1:]
+    larger, equal = rows > least, rows == least
+    room = count - larger.sum(1, keepdim=True)
+    return (larger | (equal & (equal.cumsum(1) <= room))).view(-1).nonzero().view(-1)
+
+
+def magnitude_bits(values: Tensor) -> Tensor:
+    """Bits of floats without their sign, as integers, which are in the order of the magnitudes."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
+    return values.contiguous().view(whole) & torch.iinfo(whole).max
 
 
 def padded(values: Tensor, multiple: int) -> Tensor:
