@@ -1,23 +1,86 @@
-"""What all tests share: how hypothesis searches, and the law that nothing is left behind."""
+"""What all tests share: where random numbers come from, how hypothesis searches, and that nothing is left behind.
+
+Every test draws from a seed of its own, which depends on its name and `--seed` and is printed when it fails. With the
+default of 0 hypothesis tries the same examples in every run; any other number has it look for new ones. Ranks that are
+processes begin with torch's own constant seed. Ranks that are threads share one generator, so they give models their
+weights with `support.guarded.filled`.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+import torch
+from hypothesis import HealthCheck, register_random, settings
 
 from support.processes import ranks_left
 
 # Of tests with such a mark, because there is one set of emulated hosts, and one /dev/shm, which MPI uses.
 ONE_AT_A_TIME = {"needs_net": "hosts", "needs_mpi": "/dev/shm", "looks_at_shm": "/dev/shm"}
 
-settings.register_profile("syncline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("syncline")
+
+class TorchRandom:
+    """Torch's generator as hypothesis takes it: the same before every example, and afterwards as it was."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()  # hypothesis does not keep it alive
+register_random(TORCH_RANDOM)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, default=0, help="of every random number in tests; 0 tries the same every time")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Hypothesis searches from the seed, and says how to try what failed again."""
+    seed = config.getoption("--seed")
+    settings.register_profile(
+        "syncline",
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=seed == 0,
+        print_blob=True,
+    )
+    settings.load_profile("syncline")
+    if seed and config.getoption("--hypothesis-seed") is None:
+        config.option.hypothesis_seed = str(seed)
+
+
+def seed_of(item: pytest.Item) -> int:
+    """The seed of a test, whoever runs it: xdist adds a group to its id, but not to its name."""
+    return zlib.crc32(f"{item.config.getoption('--seed')} {item.path.name}::{item.name}".encode())
+
+
+@pytest.fixture(autouse=True)
+def seeded(request: pytest.FixtureRequest) -> None:
+    """Random numbers that are the same in every run and in every order of tests."""
+    seed = seed_of(request.node)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """A test that fails says from which seed it drew."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        seed = item.config.getoption("--seed")
+        report.sections.append(("seed", f"{seed_of(item)}, of the name of the test and --seed {seed}"))
 
 
 @pytest.hookimpl(tryfirst=True)

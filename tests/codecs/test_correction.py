@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline
+from support.guarded import filled
 from syncline.errors import PairingError, RankFailed
 from syncline.fabric.threads import Threads
 
@@ -242,7 +243,7 @@ def test_masking_between_hosts_is_refused() -> None:
 
 
 def twice_before_a_step(fabric: syncline.Fabric) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = filled(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     syncline.Sync(model, optimizer, fabric=fabric, codec="dgc")
     for _ in range(2):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import syncline
 from support.codec_cases import parts_of
+from support.guarded import filled
 from support.steep import SMALL, Steep, flat_of, slopes_of
 from syncline.codecs.memory import Coded, Memory
 from syncline.codecs.registry import codec_of
@@ -84,7 +85,7 @@ def around_a_large_step(fabric: syncline.Fabric, codec: str, large: float) -> li
 
 def gather_momentum(fabric: syncline.Fabric) -> list[Tensor]:
     """Gradients that have room themselves, in a momentum of a thousand times as much, of which little is sent."""
-    model = nn.Linear(50, 1, bias=False)
+    model = filled(nn.Linear(50, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-36)
     settings = {"codec": "dgc:0.02,momentum=0.999,warmup=0", "most_skips": 1000}
     sync = syncline.Sync(model, optimizer, fabric=fabric, **settings)
@@ -328,7 +329,7 @@ def test_a_state_that_does_not_fit_is_refused(states: list[dict], message: str) 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
 def test_the_report_counts_what_was_said(codec: str) -> None:
     def said(fabric: syncline.Fabric) -> tuple[int, int]:
-        model = nn.Linear(100, 100)
+        model = filled(nn.Linear(100, 100))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
         for _ in range(3):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline
+from support.guarded import filled
 from support.steep import SMALL, Steep, flat_of, slopes_of
 
 
@@ -126,7 +127,7 @@ def test_what_was_kept_is_not_sent_more_than_once_over_where_fewer_ranks_are_lef
     """
 
     def work(fabric: syncline.Fabric) -> tuple[Tensor, Tensor]:
-        model = nn.Linear(50, 1, bias=False)
+        model = filled(nn.Linear(50, 1, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode, codec="topk:0.5")
         slopes = torch.randn(2, 50, generator=torch.Generator().manual_seed(fabric.rank))

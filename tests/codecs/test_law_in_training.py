@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline
+from support.guarded import filled
 
 CODECS = ("topk:0.1", "int8", "dgc:0.1,momentum=0,warmup=0")
 WIDTH = 40
@@ -57,7 +58,8 @@ def test_of_what_a_worker_did_not_use_nothing_that_was_kept_is_lost(codec: str, 
 
 def with_sparse_nan(fabric: syncline.Fabric, codec: str) -> float:
     """A sparse gradient, which goes its own way, is not finite on one rank in one step."""
-    model = nn.ModuleDict({"sparse": nn.Embedding(10, 3, sparse=True), "dense": nn.Linear(WIDTH, 1, bias=False)})
+    parts = {"sparse": nn.Embedding(10, 3, sparse=True), "dense": nn.Linear(WIDTH, 1, bias=False)}
+    model = filled(nn.ModuleDict(parts))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
     start = model["dense"].weight.detach().clone()

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 import syncline
+from support.guarded import filled
 from syncline.codecs import timed
 from syncline.tracing.quality import Quality, Watch, grows
 
 
 def sampled(fabric: syncline.Fabric, codec: str, steps: int = 101) -> list[Quality]:
-    model = nn.Linear(40, 40)
+    model = filled(nn.Linear(40, 40))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
     for _ in range(steps):
@@ -40,7 +41,7 @@ def test_every_fiftieth_step_is_looked_at() -> None:
 
 def test_what_dgc_keeps_is_told() -> None:
     def work(fabric: syncline.Fabric) -> tuple[Quality, float]:
-        model = nn.Linear(40, 40)
+        model = filled(nn.Linear(40, 40))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         sync = syncline.Sync(model, optimizer, fabric=fabric, codec="dgc:0.1,warmup=0")
         for step in range(50):
@@ -62,7 +63,7 @@ def test_what_dgc_keeps_that_grows_is_told(caplog: pytest.LogCaptureFixture) -> 
     """One entry in a thousand is sent of gradients that grow without bound."""
 
     def work(fabric: syncline.Fabric) -> None:
-        model = nn.Linear(100, 10, bias=False)
+        model = filled(nn.Linear(100, 10, bias=False))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
         syncline.Sync(model, optimizer, fabric=fabric, codec="dgc:0.001,warmup=0")
         for step in range(210):
@@ -120,7 +121,7 @@ def test_positions_are_looked_at_in_samples_only(monkeypatch: pytest.MonkeyPatch
 
 def cosine_by_hand(fabric: syncline.Fabric) -> tuple[float, float]:
     """What is reported, and what it is: between the gradient after backward and the mean of all gradients."""
-    model = nn.Linear(300, 300, bias=False)
+    model = filled(nn.Linear(300, 300, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     sync = syncline.Sync(model, optimizer, fabric=fabric, codec="topk:0.05")
     for step in range(1, 51):
@@ -141,7 +142,7 @@ def test_the_cosine_is_that_to_the_dense_gradient() -> None:
 
 
 def coding_times(fabric: syncline.Fabric, codec: str) -> tuple[float, float]:
-    model = nn.Linear(200, 200)
+    model = filled(nn.Linear(200, 200))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
     for _ in range(3):

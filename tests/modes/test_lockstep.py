@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline
+from support.guarded import filled
 from support.models import mlp
 from support.served import (
     LOCKSTEP,
@@ -104,7 +105,7 @@ def test_an_exception_of_one_worker_costs_one_step(where: str) -> None:
 
 def test_parameters_that_no_worker_uses_have_no_state_at_the_server() -> None:
     def work(fabric: syncline.Fabric) -> set[str]:
-        model = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+        model = filled(nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)}))
         optimizer = MAKERS["adamw"](model.parameters())
         sync = syncline.Sync(model, optimizer, fabric=fabric, mode="async")
         for _ in range(2):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import syncline
 from support import guarded
-from support.guarded import Spoils, SpoilsTable, Trained, Words, batch, train, words
+from support.guarded import Spoils, SpoilsTable, Trained, Words, batch, filled, train, words
 from support.references import same_bits
 from support.replicas import DTYPES, WORLD, assert_replicas, same, train_threads
 from syncline import Deadlines
@@ -170,7 +170,7 @@ def test_every_optimizer_skips_a_bad_step_and_it_counts_once() -> None:
 def train_halves(fabric: syncline.Fabric, codec: str, largest: float) -> tuple[list[list[Tensor]], Tensor]:
     """Gradients of 16 bits, the same direction in every step, so that what is kept grows: of every step that was made,
     the gradient of this rank and the one that was used; and what is kept at the end. A skipped step keeps nothing."""
-    model = nn.Linear(50, 1, bias=False).half()
+    model = filled(nn.Linear(50, 1, bias=False).half())
     optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-20)
     sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, most_skips=1000)
     draws = torch.Generator().manual_seed(fabric.rank)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 import syncline
+from support.guarded import filled
 from syncline.buckets.placing import SMALL_BYTES, put, put_plainly
 
 LAYOUTS = {
@@ -72,8 +73,8 @@ def test_what_is_not_finite_is_seen_on_the_way(bad: float, at: int) -> None:
 
 def gradients_of(fabric: syncline.Fabric, backwards: int, set_to_none: bool) -> tuple[Tensor, float]:
     """The gradient at the third step, and what it should be: each pass adds rank + 1 to a mean of what was there."""
-    model = nn.Linear(70, 300, bias=False)  # larger than what is placed together with others
-    small = nn.Linear(2, 3, bias=False)
+    model = filled(nn.Linear(70, 300, bias=False))  # larger than what is placed together with others
+    small = filled(nn.Linear(2, 3, bias=False))
     both = nn.ModuleList([model, small])
     optimizer = SGD(both.parameters(), lr=0.0)
     syncline.Sync(both, optimizer, fabric=fabric, check_every=1)
@@ -99,7 +100,7 @@ def test_every_pass_divides_once_what_is_new_and_what_was_there(backwards: int, 
 
 def with_nan(fabric: syncline.Fabric, shape: tuple[int, int]) -> tuple[list[bool], bool]:
     """Whether weights are finite after each step, and stayed as they were in the one where a gradient was NaN."""
-    model = nn.Linear(*shape, bias=False)
+    model = filled(nn.Linear(*shape, bias=False))
     optimizer = SGD(model.parameters(), lr=0.1)
     syncline.Sync(model, optimizer, fabric=fabric)
     seen, weights = [], []

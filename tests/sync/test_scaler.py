@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import syncline
 from support.batches import Batch, fill
+from support.guarded import filled
 from support.models import Boom, Trapped
 
 
@@ -79,7 +80,7 @@ def test_a_rank_that_failed_has_the_scale_of_the_others_again(interval: int, whe
 
 def join_with_a_scale(fabric: syncline.Fabric, mode: str, codec: str) -> tuple[list[Tensor], float]:
     """Of ranks with 0, 3 and 5 batches, whose scale is doubled by every second one; then all make three steps."""
-    net = nn.Linear(3, 2)
+    net = filled(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
     sync = syncline.Sync(net, optimizer, fabric=fabric, mode=mode, codec=codec, scaler=scaler, check_every=1)
@@ -111,7 +112,7 @@ def test_after_join_all_have_the_scale_of_one_that_trained_to_the_last(mode: str
 
 def step_two_optimizers(fabric: syncline.Fabric) -> tuple[list[bool], float]:
     """Whether each of two models has changed, when there is an overflow in the first on rank 1."""
-    models = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    models = filled(nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     syncline.Sync(models, optimizers, fabric=fabric, check_every=1)
@@ -268,7 +269,7 @@ def test_the_momentum_of_dgc_does_not_follow_the_scale_of_the_loss(mode: str, wo
 
 
 def scale_after_an_overflow(fabric: syncline.Fabric, codec: str) -> float:
-    net = nn.Linear(3, 2)
+    net = filled(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     syncline.Sync(net, optimizer, fabric=fabric, scaler=scaler, codec=codec)
