@@ -18,6 +18,8 @@ from syncline.fabric.base import Fabric
 log = logging.getLogger(__name__)
 AT_A_TIME_BYTES = 25 << 20
 WORD_BYTES = 8
+SHARDING = ("ZeroRedundancyOptimizer", "OSS")  # optimizers, of torch and of fairscale
+SHARDS = ("DTensor", "ShardedTensor")  # kinds of tensors
 
 
 def compare_layouts(fabric: Fabric, lines: Sequence[str]) -> None:
@@ -45,7 +47,7 @@ def layout_mismatch(
     return LayoutMismatch(
         f"ranks {[*others] or [other]} differ from rank {rank}, so nothing was synchronized. What rank {other} has:\n"
         + "\n".join(difference[:60])
-        + "\nBuild the same model with the same settings on every rank."
+        + "\nBuild the same model and optimizer with the same settings on every rank."
     )
 
 
@@ -113,6 +115,14 @@ def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[t
                 for name in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
                     yield position, name, state[name]
                 position += 1
+
+
+def is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every rank keeps another part of the optimizer's state, as ZeRO does, so that nothing can be compared."""
+    if any(kind.__name__ in SHARDING for kind in type(optimizer).__mro__):
+        return True
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return any(type(value).__name__ in SHARDS for value in values)
 
 
 def model_tensors(model: nn.Module) -> list[Tensor]:

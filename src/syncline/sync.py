@@ -75,6 +75,7 @@ class Sync:
         most_skips: int = 10,
         check_every: int = 0,
         seed: int = 0,
+        divergence_guard: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         if collective not in ("auto", "engine"):
@@ -98,6 +99,7 @@ class Sync:
             most_skips=most_skips,
             check_every=check_every,
             seed=seed,
+            divergence_guard=divergence_guard,
         )
         self.recorder = Recorder()
         self.skipping = Skipping(self.settings.nonfinite, self.settings.most_skips)
@@ -142,7 +144,7 @@ class Sync:
         fabric = given.sibling()
         replica = Replica(self.model, self.optimizers, self.scaler, self.settings, fabric, collective, self.recorder)
         if not given.incarnation:
-            compare_layouts(fabric, replica.layout())
+            compare_layouts(fabric, replica.common())
             broadcast_tensors(fabric, model_tensors(self.model))
         self.fabric = fabric
         return self.settings.mode.start(replica)

@@ -54,14 +54,15 @@ def test_of_two_ranks_nobody_says_which_one_is_wrong() -> None:
 
 @pytest.mark.parametrize(("every", "noticed"), [(1, 3), (2, 4), (5, 5)])
 def test_replicas_are_compared_every_so_many_steps(every: int, noticed: int) -> None:
-    for rank in train_threads(6, before_step=Tampers(3, drifting.flip_a_bit), check_every=every):
+    settings = {"check_every": every, "divergence_guard": False}
+    for rank in train_threads(6, before_step=Tampers(3, drifting.flip_a_bit), **settings):
         assert rank.error == "ReplicasDiverged"
         assert f"before step {noticed}:" in rank.message
         assert len(rank.parameters) == noticed
 
 
-def test_replicas_are_not_compared_unasked() -> None:
-    ranks = train_threads(4, before_step=Tampers(2, drifting.flip_a_bit))
+def test_without_the_guard_replicas_are_not_compared_unasked() -> None:
+    ranks = train_threads(4, before_step=Tampers(2, drifting.flip_a_bit), divergence_guard=False)
     assert [rank.error for rank in ranks] == [""] * WORLD
     assert not same(ranks[0].at_the_end, ranks[1].at_the_end)
 

@@ -2,13 +2,14 @@
 
     values                                        tail
     gradient 0 | gradient 1 | ... | gradient k    flags, one for each gradient | bad | verdict, in one bucket
-                                                                             failed | late | thawed | rank 0 | ...
+                                          failed | late | thawed | touched | 24 bits of a fingerprint | rank 0 | ...
 
 The flags are 1 where this rank has that gradient and 0 where it has none; they are averaged along with the values, so a
 mean of 0 says that no rank had it, which costs no message. Bad is set by a rank whose gradients a codec cannot encode.
 The verdict is what all ranks must know at the end of a pass: whether one of them failed, whether one came to it only in
-its step, whether one has unfrozen parameters, which took part with data, and how many passes each has made since its
-last step.
+its step, whether one has unfrozen parameters, or touched its replica outside the optimizer's step, which took part with
+data, and how many passes each has made since its last step. The mean of a bit of the fingerprint is 0 or 1 if all ranks
+have the same one.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from torch import Tensor, nn
 from syncline.buckets.placing import SMALL_BYTES, put
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, name_of
+from syncline.guards.fingerprint import DIGEST_BITS
 
-COMMON_WORDS = 3  # of a verdict: those that are not of one rank
+FLAGS = 4  # of a verdict: words that are set if some rank sets them
+COMMON_WORDS = FLAGS + DIGEST_BITS  # of a verdict: those that are not of one rank
 NOT_SEEN = 1 << 30  # gradients: more than come in any pass, so a bucket waits for its end
 
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
-from syncline.buckets.bucket import COMMON_WORDS, Bucket, Slot
+from syncline.buckets.bucket import COMMON_WORDS, FLAGS, Bucket, Slot
 from syncline.buckets.turns import NO_DATA, ranks_by_turn
 from syncline.fabric.base import Handle
+from syncline.guards.fingerprint import DIGEST_BITS, NO_FINGERPRINT, Fingerprint
 from syncline.pipeline import Flight
 
 
@@ -24,6 +26,8 @@ class Verdict:
     turns: tuple[int, ...] = ()  # of each rank: how many passes it has made since its last step, with this one
     late: bool = False  # a rank came to it only in its step, when others may have changed their gradients already
     thawed: bool = False  # a rank has unfrozen parameters
+    touched: bool = False  # a rank has changed its replica outside the optimizer's step
+    differs: bool = False  # ranks have different fingerprints
 
     @property
     def is_good(self) -> bool:
@@ -92,20 +96,40 @@ class KeptPass:
         return cls(saved["number"], verdict, gradients)
 
 
-def write_verdict(bucket: Bucket, rank: int, failed: bool, turn: int, late: bool = False, thawed: bool = False) -> None:
+def write_verdict(
+    bucket: Bucket,
+    rank: int,
+    failed: bool,
+    turn: int,
+    late: bool = False,
+    thawed: bool = False,
+    fingerprint: Fingerprint = NO_FINGERPRINT,
+) -> None:
     """What this rank has to say, to be averaged."""
-    bucket.side.verdict.zero_()
-    bucket.side.verdict[0] = float(failed)
-    bucket.side.verdict[1] = float(late)
-    bucket.side.verdict[2] = float(thawed)
-    bucket.side.verdict[COMMON_WORDS + rank] = turn / bucket.divisor
+    verdict = bucket.side.verdict
+    words = [0.0] * len(verdict)
+    words[:FLAGS] = map(float, (failed, late, thawed, fingerprint.touched))
+    words[FLAGS:COMMON_WORDS] = [(fingerprint.digest >> bit & 1) / bucket.divisor for bit in range(DIGEST_BITS)]
+    words[COMMON_WORDS + rank] = turn / bucket.divisor
+    verdict.copy_(torch.tensor(words, dtype=verdict.dtype))
 
 
 def read_verdict(flights: Sequence[Flight]) -> Verdict:
     """The same on every rank, when all these have arrived."""
     (words,) = [flight.side.verdict.tolist() for flight in flights if len(flight.side.verdict)]
     bad = tuple(flight.number for flight in flights if flight.side.bad.item() > 0)
-    failed, late, thawed, *of_ranks = words
+    failed, late, thawed, touched = (word > 0 for word in words[:FLAGS])
+    of_ranks = words[COMMON_WORDS:]
     turns = tuple(round(word * len(of_ranks)) for word in of_ranks)
     active = tuple(rank for rank, turn in enumerate(turns) if turn != NO_DATA)
-    return Verdict(failed > 0, bad, active, turns, late > 0, thawed > 0)
+    differs = bits_differ(words[FLAGS:COMMON_WORDS], len(of_ranks))
+    return Verdict(failed, bad, active, turns, late, thawed, touched, differs)
+
+
+def bits_differ(means: Sequence[float], world: int) -> bool:
+    """Whether ranks have different bits, by their means. One rank of `world` makes a difference of two of these halves.
+
+    Means of 16 bits may be rounded to 1 where one rank of hundreds has another bit; those near 0 are exact enough.
+    """
+    half = 0.5 / world
+    return any(half < mean < 1 - half for mean in means)

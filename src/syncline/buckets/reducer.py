@@ -29,6 +29,7 @@ from syncline.buckets.receiving import Receiver
 from syncline.buckets.sending import Sender
 from syncline.errors import ConfigError, SynclineError
 from syncline.fabric.base import Fabric
+from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.guards.hangs import Doing
 from syncline.pipeline import Pipeline
 
@@ -58,6 +59,7 @@ class Reducer:
         arrived: Callable[[Verdict], None],
         together: Callable[[], None],
         agree: Callable[[list[str], int], None],
+        fingerprint: Callable[[int], Fingerprint] = lambda _: NO_FINGERPRINT,
     ) -> None:
         self.fabric = fabric
         self.pipeline = pipeline
@@ -77,12 +79,13 @@ class Reducer:
             shape.fixed,
         )
         self.layout.adopt(named)
-        self.sender = Sender(fabric, pipeline, self.layout)
+        self.sender = Sender(fabric, pipeline, self.layout, fingerprint)
         self.receiver = Receiver(fabric, pipeline, self.layout, agree)
         self.current: Pass | None = None
         self.abandoned: Pass | None = None  # failed here, and not yet completed with the others
         self.under_way: Pass | KeptPass | None = None  # whose gradients the next backward will return
         self.passes = 0
+        self.known_from = 0  # the pass from which on every rank knows the last verdict that this one has read
         self.passes_before_step = 0
         self.backwards = 0  # since the last optimizer step
         self.is_paused = False  # by no_sync
@@ -296,6 +299,7 @@ class Reducer:
         verdict = self.receiver.receive(current)
         if current.takes_part:
             self.is_tainted = self.is_tainted or verdict.failed
+        self.known_from = current.number
         self.arrived(verdict)
         return verdict
 
@@ -305,6 +309,7 @@ class Reducer:
         self.drop_gradients()
         self.has_means = late is not None
         if late is not None:
+            self.known_from = late.number + 1
             self.arrived(self.receiver.receive_late(late, self.is_newest(late)))
 
     def is_newest(self, one: Pass | KeptPass) -> bool:

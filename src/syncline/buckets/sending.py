@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from syncline.buckets.bucket import Bucket, Slot
 from syncline.buckets.layout import Layout
 from syncline.buckets.passes import Pass, write_verdict
 from syncline.errors import LateGradient
 from syncline.fabric.base import Fabric
+from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.guards.finite import first_not_finite
 from syncline.guards.hangs import Doing
 from syncline.pipeline import Pipeline
@@ -15,10 +18,13 @@ from syncline.pipeline import Pipeline
 class Sender:
     """Sends the buckets of a layout, once there are any, and lets the others see how far it is."""
 
-    def __init__(self, fabric: Fabric, pipeline: Pipeline, layout: Layout) -> None:
+    def __init__(
+        self, fabric: Fabric, pipeline: Pipeline, layout: Layout, fingerprint: Callable[[int], Fingerprint]
+    ) -> None:
         self.fabric = fabric
         self.pipeline = pipeline
         self.layout = layout
+        self.fingerprint = fingerprint  # of this replica, in the pass of a number
 
     def gradient_came(self, slot: Slot, current: Pass) -> None:
         """Put it in its bucket, which leaves with its last gradient."""
@@ -72,7 +78,8 @@ class Sender:
             failed = current.failed or current.is_tainted
             if self.pipeline.keeps and not self.sparse_are_finite(current):
                 bucket.side.bad.fill_(1)  # what a codec keeps is kept before sparse gradients are averaged
-            write_verdict(bucket, self.fabric.rank, failed, current.turn, current.late, bool(current.unfrozen))
+            told = self.fingerprint(current.number) if current.takes_part else NO_FINGERPRINT
+            write_verdict(bucket, self.fabric.rank, failed, current.turn, current.late, bool(current.unfrozen), told)
         current.flights.append(self.pipeline.start(current.number, bucket, current.has_data))
         current.next_bucket += 1
         current.produced += not current.failed

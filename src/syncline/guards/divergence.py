@@ -8,43 +8,55 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from syncline.errors import ReplicasDiverged
+from syncline.fabric.agreement import some_ranks
 from syncline.fabric.base import Fabric
-from syncline.replicas import gather_texts
+from syncline.replicas import all_have, gather_texts
+
+Named = Sequence[tuple[str, Tensor]]
 
 
-def compare_replicas(fabric: Fabric, named: Iterable[tuple[str, Tensor]], when: str) -> None:
-    """Raise `ReplicasDiverged` on every rank unless all have the same bits."""
-    names, digests = [], []
-    for name, tensor in named:
-        names.append(name)
-        digests.append(digest_of(tensor))
-    compare_names(fabric, names, when)
+def compare_replicas(fabric: Fabric, named: Named, state: Named, when: str, touched: bool = False) -> bool:
+    """Raise `ReplicasDiverged` on every rank unless all have the same bits; `state` may be kept in parts, one a rank.
+
+    Whether it is. A rank that has `touched` its replica outside the optimizer's step is named.
+    """
+    names = [name for name, _ in named]
+    is_sharded = compare_names(fabric, names, [name for name, _ in state], when)
+    compared = [*named, *([] if is_sharded else state)]
+    digests = [int(touched), *(digest_of(tensor) for _, tensor in compared)]
     gathered = fabric.all_gather(torch.tensor(digests, dtype=torch.int64, device=fabric.device)).tolist()
-    columns = [[row[position] for row in gathered] for position in range(len(names))]
-    for name, column in zip(names, columns, strict=True):
+    touchers = [rank for rank, row in enumerate(gathered) if row[0]]
+    columns = [list(column) for column in zip(*gathered, strict=True)][1:]
+    for (name, _), column in zip(compared, columns, strict=True):
         if len(set(column)) > 1:
-            raise ReplicasDiverged(difference(name, column, when, columns))
+            raise ReplicasDiverged(difference(name, column, when, columns, touchers))
+    return is_sharded
 
 
-def compare_names(fabric: Fabric, names: Sequence[str], when: str) -> None:
-    """Ranks must have the same tensors before these can be compared."""
-    text = "\n".join(names).encode()
-    digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-    rows = fabric.all_gather(torch.tensor([len(names), digest], device=fabric.device)).tolist()
-    if len({tuple(row) for row in rows}) == 1:
-        return
-    lists = [text.splitlines() for text in gather_texts(fabric, "\n".join(names))]
+def compare_names(fabric: Fabric, names: Sequence[str], state: Sequence[str], when: str) -> bool:
+    """Ranks must have the same tensors before these can be compared; whether each has its own part of the state."""
+    text = "\n".join([*names, *state])
+    if all_have(fabric, text):
+        return False
+    lists = [theirs.splitlines() for theirs in gather_texts(fabric, text)]
+    if are_shards([set(theirs) - set(names) for theirs in lists]):
+        return True
     everywhere = set.intersection(*map(set, lists))
     first = next(name for theirs in lists for name in theirs if name not in everywhere)
     column = [int(first in theirs) for theirs in lists]
     total = len({name for theirs in lists for name in theirs} - everywhere)
     raise ReplicasDiverged(difference(f"{first}, which some do not have,", column, when, [column] * total))
+
+
+def are_shards(parts: Sequence[set[str]]) -> bool:
+    """Whether several ranks have something, and what one has no other one has."""
+    return sum(map(bool, parts)) > 1 and sum(map(len, parts)) == len(set.union(*parts))
 
 
 def digest_of(tensor: Tensor) -> int:
@@ -54,17 +66,24 @@ def digest_of(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
-def difference(name: str, column: Sequence[int], when: str, columns: Sequence[Sequence[int]]) -> str:
-    """Who stands alone, and how much differs."""
+def difference(
+    name: str, column: Sequence[int], when: str, columns: Sequence[Sequence[int]], touchers: Sequence[int] = ()
+) -> str:
+    """Who stands alone, how much differs, and who is known to have changed something."""
     usual, votes = Counter(column).most_common(1)[0]
     alone = [rank for rank, digest in enumerate(column) if digest != usual]
     differing = sum(len(set(column)) > 1 for column in columns)
     if 2 * votes > len(column):
-        who = f"on rank{'s' if len(alone) > 1 else ''} {', '.join(map(str, alone))} it is not what the others have"
+        who = f"on {some_ranks(alone)} it is not what the others have"
     else:
         who = "there is no majority to say which rank is wrong"
+    if touchers:
+        who += (
+            f"; since the last step {some_ranks([*touchers])} loaded a state, or changed parameters or optimizer state "
+            f"in place"
+        )
     return (
         f"replicas differ {when}: {name} is the first of {differing} tensors of {len(columns)} that do; {who}. "
-        f"Look for randomness that is not seeded alike, for parameters changed outside the optimizer, or for a rank "
-        f"that stepped alone"
+        f"Look for a state that not all ranks loaded, for randomness that is not seeded alike, for parameters changed "
+        f"outside the optimizer, or for a rank that stepped alone"
     )

@@ -47,18 +47,30 @@ class RollingDigest:
             raise ConfigError(f"passes={passes} would never cover the tensors; give 1 or more")
         self.passes = passes
         self.layout = Layout((), passes)
+        self.tensors: Sequence[Tensor] = ()  # the list that the layout is of
 
     def of(self, number: int, tensors: Sequence[Tensor]) -> int:
         """32-bit digest of the window `number` of the tensors' bytes.
 
-        All of them are covered within `passes` consecutive numbers. Tensors outside of the window are not read.
+        All of them are covered within `passes` consecutive numbers. Tensors outside of the window are not read, and
+        those of the same list as the last time not even asked for their sizes.
         """
+        if tensors is not self.tensors:
+            self.lay_out(tensors)
+        window = list(self.layout.window(number))
+        if any(tensors[index].nbytes != self.layout.sizes[index] for index, _, _ in window):  # data was replaced
+            self.lay_out(tensors)
+            window = list(self.layout.window(number))
+        spans = [Span(tensors[index], lo, hi) for index, lo, hi in window]
+        total = (self.layout.digest + digest_spans(spans)) % 2**64
+        return total >> 32 ^ total & 0xFFFFFFFF
+
+    def lay_out(self, tensors: Sequence[Tensor]) -> None:
+        """Lay out windows for tensors of these sizes."""
+        self.tensors = tensors
         sizes = tuple([tensor.nbytes for tensor in tensors])
         if sizes != self.layout.sizes:
             self.layout = Layout(sizes, self.passes)
-        spans = [Span(tensors[index], lo, hi) for index, lo, hi in self.layout.window(number)]
-        total = (self.layout.digest + digest_spans(spans)) % 2**64
-        return total >> 32 ^ total & 0xFFFFFFFF
 
 
 @dataclass(frozen=True)

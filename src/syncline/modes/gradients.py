@@ -14,6 +14,7 @@ from syncline.buckets.passes import Verdict
 from syncline.buckets.reducer import Reducer, Shape
 from syncline.codecs.none import NoCodec
 from syncline.errors import Desync, FabricError, PairingError
+from syncline.guards.fingerprint import NO_FINGERPRINT
 from syncline.guards.finite import first_not_finite, is_finite
 from syncline.guards.unfreezing import compare_unfrozen
 from syncline.modes.mode import Driver
@@ -41,6 +42,8 @@ class GradientDriver(Driver):
         self.scale = 1.0  # of the loss, when what is under way left
         self.passes_to_settle: int | None = None  # until ranks settle their scales, after one of them has failed
         self.late_versions: list[object] | None = None  # of gradients that some ranks get only in their step
+        self.guard = replica.guard()
+        self.doubted_from: int | None = None  # the pass from which on all ranks doubt that replicas are equal
         sparse = sparse_names(replica.model)
         if self.lags and sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which mode=delayed cannot delay; use mode=sync")
@@ -59,6 +62,7 @@ class GradientDriver(Driver):
             self.arrived,
             self.together,
             partial(compare_unfrozen, replica.fabric),
+            self.guard.fingerprint if self.guard is not None else lambda _: NO_FINGERPRINT,
         )
         self.hook = replica.model.register_forward_pre_hook(self.before_forward) if self.lags else None
 
@@ -68,7 +72,14 @@ class GradientDriver(Driver):
         if not self.is_draining:
             self.reducer.before_step()
             self.refuse_changes()
+        if self.guard is not None:
+            self.guard.begin_step()
         return self.problem
+
+    def after_step(self) -> None:
+        super().after_step()
+        if self.guard is not None:
+            self.guard.end_step()
 
     def refuse_changes(self) -> None:
         """Gradients that this rank clipped were handed to another one as they had been, in its step."""
@@ -153,6 +164,13 @@ class GradientDriver(Driver):
             pass
         self.reducer.receiver.turns.begin()
         self.replica.take_state_of(self.last_active)
+        self.accept()
+
+    def accept(self) -> None:
+        """Take this replica for equal to the others, because all ranks have just been made so."""
+        self.doubted_from = None
+        if self.guard is not None:
+            self.guard.accept()
 
     def still_active(self) -> bool:
         """Take part in one pass without data; whether anybody had some."""
@@ -170,6 +188,7 @@ class GradientDriver(Driver):
         self.any_active = bool(verdict.active)
         self.last_active = verdict.active[0] if verdict.active else self.last_active
         self.everyone_active = len(verdict.active) == self.reducer.fabric.world
+        self.doubt(verdict)
         factor = 1.0
         if self.joined == "active" and verdict.active:
             factor = self.reducer.fabric.world / len(verdict.active)
@@ -183,6 +202,14 @@ class GradientDriver(Driver):
             self.passes_to_settle = 1
         self.late_versions = self.versions() if verdict.late and not self.lags else None
 
+    def doubt(self, verdict: Verdict) -> None:
+        """Doubt that replicas are equal, if the pass gives reason to; all ranks do so together."""
+        is_comparable = self.everyone_active and not verdict.failed
+        if is_comparable and (verdict.touched or verdict.differs):
+            self.doubted_from = self.reducer.known_from
+        elif verdict.touched and self.guard is not None:
+            self.guard.tell_again()
+
     def together(self) -> None:
         """All that ranks say to each other besides gradients; every rank comes by here in every pass."""
         if self.replica.scaler is not None:
@@ -193,6 +220,8 @@ class GradientDriver(Driver):
         self.replica.settle_buffers(self.last_active)
         if not self.lags:
             self.compare(f"before step {self.reducer.passes}")
+        elif self.has_doubts and self.can_compare:
+            self.replica.compare_hyperparameters(f"before step {self.reducer.passes}")
 
     def settle_scale(self, scaler: GradScaler) -> None:
         """Have one scale again, in the pass after one that failed on a rank, which then had nothing to step with.
@@ -216,16 +245,28 @@ class GradientDriver(Driver):
         for slot in self.reducer.layout.slots:
             slot.parameter.grad = torch.zeros_like(slot.parameter)
 
-    def compare(self, when: str) -> None:
-        """Compare replicas, if it is time to.
+    @property
+    def has_doubts(self) -> bool:
+        """Whether all ranks know by now that replicas may differ."""
+        return self.doubted_from is not None and self.reducer.passes >= self.doubted_from
+
+    @property
+    def can_compare(self) -> bool:
+        """Whether all ranks should be equal here.
 
         With a lag a rank that is done has used the last gradients before the others do, who may clip them.
         """
+        return self.everyone_active and not (self.lags and self.joined)
+
+    def compare(self, when: str) -> None:
+        """Compare replicas, if it is time to or there are doubts, which stay until replicas are found equal."""
         every = self.replica.settings.check_every
-        if self.lags and self.joined:
-            return
-        if self.everyone_active and every and self.reducer.passes % every == 0:
-            self.replica.compare(when)
+        is_time = every and self.reducer.passes % every == 0
+        if self.can_compare and (is_time or self.has_doubts):
+            self.replica.compare(when, touched=self.guard is not None and self.guard.has_touched)
+            self.doubted_from = None
+            if self.guard is not None:
+                self.guard.found_equal()
 
     def what_is_wrong(self, verdict: Verdict) -> str:
         """With the gradients at hand; empty if nothing is. Without a codec every mean is right or not by itself."""
@@ -270,4 +311,6 @@ class GradientDriver(Driver):
     def close(self) -> None:
         if self.hook is not None:
             self.hook.remove()
+        if self.guard is not None:
+            self.guard.close()
         self.reducer.close()

@@ -33,7 +33,7 @@ from syncline.modes.outer import Outer
 from syncline.modes.period import OptimizerPolicy, Period
 from syncline.modes.replica import Replica
 from syncline.pipeline import DivideBy, Pipeline
-from syncline.replicas import average_optimizers, broadcast_tensors
+from syncline.replicas import average_optimizers, broadcast_tensors, optimizer_tensors
 
 
 class PeriodicDriver(Driver):
@@ -246,7 +246,7 @@ class PeriodicDriver(Driver):
 
     def settle_optimizers(self, is_left_out: bool) -> None:
         """Keep the states of optimizers, average them, or begin anew: the last on a rank that went astray."""
-        states = [state for _, state in self.replica.optimizer_state() if state.is_floating_point()]
+        states = [state for _, _, state in optimizer_tensors(self.replica.optimizers) if state.is_floating_point()]
         is_astray = is_left_out or not all(map(is_finite, states))
         if self.optimizer_policy == "reset" or is_astray:
             for optimizer in self.replica.optimizers:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +12,8 @@ from syncline.buckets.parameters import Named, describe_layout, parameters_of
 from syncline.codecs.feedback import Units
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import compare_replicas
+from syncline.guards.fingerprint import ReplicaGuard
+from syncline.guards.hyperparameters import compare_hyperparameters, describe, describe_optimizers
 from syncline.modes.buffers import SettledBuffers
 from syncline.modes.settings import Settings
 from syncline.pipeline import Pipeline, make_pipeline
@@ -21,6 +22,7 @@ from syncline.replicas import (
     broadcast_scaler,
     broadcast_tensors,
     compare_rates,
+    is_sharded,
     model_tensors,
     optimizer_tensors,
 )
@@ -39,14 +41,23 @@ class Replica:
     collective: str
     recorder: Recorder = field(default_factory=Recorder)
     settled_buffers: SettledBuffers = field(init=False, default_factory=SettledBuffers)  # between the ranks of `fabric`
+    shards_state: bool = field(init=False, default=False)  # ranks were seen to keep different parts of optimizer state
 
     def named(self) -> Named:
         """Its parameters."""
         return parameters_of(self.model)
 
     def layout(self) -> list[str]:
-        """What ranks must have in common."""
+        """What ranks must have in common in their models and settings."""
         return describe_layout(self.named(), self.model.named_buffers(), [f"settings {self.settings}"])
+
+    def common(self) -> list[str]:
+        """What ranks must have in common when they start."""
+        if not self.settings.divergence_guard:
+            return self.layout()
+        names = {id(parameter): name for name, parameter in self.named()}
+        scaled = f"GradScaler: {'no' if self.scaler is None else 'yes'}"
+        return [*self.layout(), scaled, *describe_optimizers(self.optimizers, names)]
 
     def unserved(self) -> list[Tensor]:
         """What no optimizer changes: frozen parameters, and buffers."""
@@ -88,14 +99,41 @@ class Replica:
             broadcast_scaler(self.fabric, self.scaler, root)
         compare_rates(self.fabric, self.optimizers)
 
-    def compare(self, when: str, optimizers: bool = True) -> None:
-        """Raise unless all replicas have the same bits."""
-        named: Sequence[tuple[str, Tensor]] = self.named()
-        compare_replicas(self.fabric, [*named, *(self.optimizer_state() if optimizers else ())], when)
+    def guard(self) -> ReplicaGuard | None:
+        """What makes fingerprints of this replica, if they are wanted and there is anybody to compare with."""
+        if not self.settings.divergence_guard or self.fabric.world == 1:
+            return None
+        parameters = [parameter for _, parameter in self.named()]
+        return ReplicaGuard(
+            parameters,
+            self.optimizers,
+            lambda: [tensor for _, tensor in self.compared_state()],
+            self.scaler,
+            self.recorder,
+        )
 
-    def optimizer_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What optimizers keep, by name."""
+    def compare(self, when: str, optimizers: bool = True, touched: bool = False) -> None:
+        """Raise unless all replicas have the same bits; `touched` if this one was changed outside its step."""
+        self.compare_hyperparameters(when, scale=optimizers)
+        named: list[tuple[str, Tensor]] = [*self.named()]
+        state = self.compared_state() if optimizers else []
+        self.shards_state = compare_replicas(self.fabric, named, state, when, touched) or self.shards_state
+
+    def compare_hyperparameters(self, when: str, scale: bool = True) -> None:
+        """Raise unless all ranks have the same hyperparameters, and the same `scale` of the loss."""
+        if not self.settings.divergence_guard:
+            return
+        found = describe(self.optimizers)
+        if scale and self.scaler is not None:
+            found["the scale of the GradScaler"] = repr(self.scaler.get_scale())
+        compare_hyperparameters(self.fabric, found, when)
+
+    def compared_state(self) -> list[tuple[str, Tensor]]:
+        """What optimizers keep of the parameters of this model, by name, where every rank has all of it."""
+        if self.shards_state:
+            return []
         names = {id(parameter): name for name, parameter in self.named()}
-        everything = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        for position, what, tensor in optimizer_tensors(self.optimizers):
-            yield f"optimizer state {what} of {names.get(id(everything[position]), f'parameter {position}')}", tensor
+        whole = [optimizer for optimizer in self.optimizers if not is_sharded(optimizer)]
+        everything = [p for optimizer in whole for group in optimizer.param_groups for p in group["params"]]
+        found = [(id(everything[position]), what, tensor) for position, what, tensor in optimizer_tensors(whole)]
+        return [(f"optimizer state {what} of {names[of]}", tensor) for of, what, tensor in found if of in names]

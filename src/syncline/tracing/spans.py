@@ -37,6 +37,7 @@ class StepSpan(NamedTuple):
     buckets: tuple[BucketSpan, ...]
     encode_ns: int = 0  # of codecs, without waiting for answers
     decode_ns: int = 0
+    guard_ns: int = 0  # of the divergence guard, without whole comparisons
 
 
 class Recorder:
@@ -46,6 +47,7 @@ class Recorder:
         self.steps: deque[StepSpan] = deque(maxlen=steps)
         self.buckets: list[BucketSpan] = []
         self.codings: list[tuple[int, int]] = []  # of buckets: how long encoding and decoding took
+        self.guard_ns = 0  # that the divergence guard took in this step
         self.began_ns = 0
 
     def begin(self, now_ns: int) -> None:
@@ -60,6 +62,8 @@ class Recorder:
         """A step is over, and the next one begins."""
         codings, self.codings = self.codings, []
         encode_ns, decode_ns = sum(one for one, _ in codings), sum(other for _, other in codings)
-        self.steps.append(StepSpan(self.began_ns, now_ns, skipped, tuple(self.buckets), encode_ns, decode_ns))
+        buckets = tuple(self.buckets)
+        self.steps.append(StepSpan(self.began_ns, now_ns, skipped, buckets, encode_ns, decode_ns, self.guard_ns))
         self.buckets.clear()
+        self.guard_ns = 0
         self.began_ns = now_ns

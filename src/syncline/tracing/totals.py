@@ -25,11 +25,17 @@ class Totals:
     skipped: int
     encode_s: float = 0.0  # of codecs, whether hidden or not
     decode_s: float = 0.0
+    guard_s: float = 0.0  # the divergence guard, without whole comparisons
 
     @property
     def exposed_share(self) -> float:
         """Exposed communication as a part of the step."""
         return self.exposed_s / self.step_s if self.step_s else 0.0
+
+    @property
+    def guard_share(self) -> float:
+        """The divergence guard as a part of the step."""
+        return self.guard_s / self.step_s if self.step_s else 0.0
 
     def __str__(self) -> str:
         return (
@@ -37,8 +43,12 @@ class Totals:
             f"exposed communication {format_seconds(self.exposed_s)} ({100 * self.exposed_share:.1f} %), "
             f"hidden {format_seconds(self.hidden_s)}, of both waiting for others {format_seconds(self.waiting_s)}; "
             f"{format_bytes(self.nbytes)} of gradients as {format_bytes(self.sent_bytes)}; "
-            f"{self.skipped} steps skipped{self.coding()}"
+            f"{self.skipped} steps skipped{self.coding()}{self.guarding()}"
         )
+
+    def guarding(self) -> str:
+        """What the divergence guard took, if there was one."""
+        return f"; guard {format_seconds(self.guard_s)} ({100 * self.guard_share:.2f} %)" if self.guard_s else ""
 
     def coding(self) -> str:
         """What codecs took, if there were any."""
@@ -65,6 +75,7 @@ def totals_of(step: StepSpan) -> Totals:
         skipped=int(step.skipped),
         encode_s=step.encode_ns / 1e9,
         decode_s=step.decode_ns / 1e9,
+        guard_s=step.guard_ns / 1e9,
     )
 
 
@@ -85,4 +96,5 @@ def mean_totals(steps: Sequence[StepSpan]) -> Totals:
         skipped=sum(one.skipped for one in each),
         encode_s=mean(one.encode_s for one in each),
         decode_s=mean(one.decode_s for one in each),
+        guard_s=mean(one.guard_s for one in each),
     )

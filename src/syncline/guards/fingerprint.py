@@ -1,0 +1,127 @@
+"""The fingerprint of a replica, which travels with every pass at no message: ranks see whether theirs are the same.
+
+It is made of hyperparameters, of what happened to parameters and optimizer state outside the optimizer's step, and of a
+part of their bytes, another one in every pass. Where fingerprints differ, or a rank has touched its replica in a way
+that was not found harmless before, all ranks compare all of it before they step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic_ns
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from syncline.guards.changes import NOTHING, Changes, Outside
+from syncline.guards.hyperparameters import Hyperparameters
+from syncline.guards.rolling import RollingDigest
+from syncline.tracing.spans import Recorder
+
+DIGEST_BITS = 24  # of a fingerprint; one that is equal by chance is another one in the next pass
+LOOKED_AT = 3  # comparisons after which changes of a kind that left replicas equal are taken for a habit of the loop
+MOST_KINDS = 8  # of changes that are told apart; a loop that has more of them changes its weights all the time
+
+
+class Fingerprint(NamedTuple):
+    """What a rank tells of its replica in a pass."""
+
+    touched: bool = False
+    digest: int = 0
+
+
+NO_FINGERPRINT = Fingerprint()
+
+
+class ReplicaGuard:
+    """Makes the fingerprints of one replica."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        optimizers: Sequence[Optimizer],
+        find_state: Callable[[], list[Tensor]],
+        scaler: torch.amp.GradScaler | None,
+        recorder: Recorder,
+    ) -> None:
+        self.hyperparameters = Hyperparameters(optimizers)
+        self.changes = Changes(parameters, optimizers, find_state)
+        self.rolling = RollingDigest()
+        self.scaler = scaler
+        self.recorder = recorder
+        self.told: set[Outside] = set()  # since replicas were last found equal
+        self.harmless: Counter[Outside] = Counter()  # how often replicas were equal after changes of this kind
+        self.comparisons = 0  # of whole replicas
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """What happens inside is time of the guard."""
+        began_ns = monotonic_ns()
+        try:
+            yield
+        finally:
+            self.recorder.guard_ns += monotonic_ns() - began_ns
+
+    def fingerprint(self, number: int) -> Fingerprint:
+        """The fingerprint for the pass of this number, by which it is salted."""
+        with self.timed():
+            self.changes.find_replaced(number)
+            outside = self.changes.take()
+            if self.is_habit(outside):
+                outside = NOTHING
+            else:
+                self.told.add(outside)
+            scale = self.scaler.get_scale() if self.scaler is not None else 1.0
+            window = self.rolling.of(number, self.changes.tensors)
+            digest = digest_of(number, self.hyperparameters.digest(), scale, *outside, window)
+            return Fingerprint(outside != NOTHING, digest)
+
+    def is_habit(self, outside: Outside) -> bool:
+        """Whether such changes need no comparison: there are none, or replicas were equal after them before."""
+        if outside == NOTHING or self.harmless[outside] >= LOOKED_AT:
+            return True
+        return outside not in self.harmless and len(self.harmless) >= MOST_KINDS
+
+    @property
+    def has_touched(self) -> bool:
+        """Whether this rank told of changes since replicas were last found equal."""
+        return bool(self.told)
+
+    def begin_step(self) -> None:
+        """The optimizer is about to make its step."""
+        with self.timed():
+            self.changes.begin_step()
+
+    def end_step(self) -> None:
+        """The optimizer has made its step."""
+        with self.timed():
+            self.changes.end_step()
+
+    def found_equal(self) -> None:
+        """All ranks have compared their replicas."""
+        self.comparisons += 1
+        self.harmless.update(self.told)
+        self.told.clear()
+
+    def tell_again(self) -> None:
+        """Nobody could use the pass in which this rank told of changes."""
+        self.changes.outside = Outside(self.changes.outside.changes, self.changes.outside.loads + 1)
+
+    def accept(self) -> None:
+        """All ranks have been made equal."""
+        self.changes.accept()
+        self.told.clear()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.changes.close()
+
+
+def digest_of(*parts: object) -> int:
+    """`DIGEST_BITS` bits that depend on all parts."""
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=DIGEST_BITS // 8).digest(), "big")
