@@ -55,7 +55,7 @@ class RollingDigest:
         All of them are covered within `passes` consecutive numbers. Tensors outside of the window are not read, and
         those of the same list as the last time not even asked for their sizes.
         """
-        if tensors is not self.tensors:
+        if tensors is not self.tensors or len(tensors) != len(self.layout.sizes):
             self.lay_out(tensors)
         window = list(self.layout.window(number))
         if any(tensors[index].nbytes != self.layout.sizes[index] for index, _, _ in window):  # data was replaced

@@ -20,6 +20,7 @@ from syncline.buckets.parameters import Named
 from syncline.buckets.passes import read_verdict, write_verdict
 from syncline.codecs.feedback import Units
 from syncline.fabric.base import Handle
+from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.modes.replica import Replica
 from syncline.pipeline import Flight
 
@@ -50,6 +51,7 @@ class Heard:
     bad: tuple[str, ...]  # parameters, of which one is too large on some rank
     means: dict[str, Tensor]  # by parameter, if there is nothing bad
     astray: bool = False  # a rank has data, and nothing to say that can be used
+    differs: bool = False  # ranks have different fingerprints
 
     @property
     def is_silence(self) -> bool:
@@ -90,7 +92,7 @@ class Exchange:
             self.buckets += 1
         return Fragment(made)
 
-    def leave(self, fragment: Fragment, fill: Fill, has_data: bool) -> None:
+    def leave(self, fragment: Fragment, fill: Fill, has_data: bool, fingerprint: Fingerprint = NO_FINGERPRINT) -> None:
         """Send a fragment off."""
         self.rounds += 1
         fragment.is_sound = self.filled(fragment, fill)
@@ -101,7 +103,8 @@ class Exchange:
             bucket.side.tail.zero_()
             bucket.side.flags.fill_(1)
             if bucket is fragment.buckets[-1]:
-                write_verdict(bucket, self.fabric.rank, False, int(contributes), late=has_data and not contributes)
+                late = has_data and not contributes
+                write_verdict(bucket, self.fabric.rank, False, int(contributes), late, fingerprint=fingerprint)
         fragment.flights = [self.pipeline.start(self.rounds, bucket, contributes) for bucket in fragment.buckets]
         is_used = partial(lambda flights: read_verdict(flights).is_good, fragment.flights)
         fragment.ending = self.pipeline.finish(fragment.flights, is_used)
@@ -124,7 +127,8 @@ class Exchange:
             self.pipeline.handed_out(fragment.flights)
         bad = [slot.name for bucket in fragment.buckets if bucket.number in verdict.bad for slot in bucket.slots]
         means = {slot.name: slot.view for slot in fragment.slots}
-        return Heard(verdict.active, self.fabric.rank in verdict.active, tuple(bad), means, verdict.late)
+        contributed = self.fabric.rank in verdict.active
+        return Heard(verdict.active, contributed, tuple(bad), means, verdict.late, verdict.differs)
 
     def rescale(self, fragment: Fragment, contributors: int) -> None:
         """Make means over all ranks those over the ones that contributed."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
+from time import monotonic_ns
 from typing import Any
 
 import torch
@@ -22,8 +23,11 @@ from syncline.buckets.bucket import Slot
 from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
+from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint, digest_of
 from syncline.guards.finite import Skipping, first_not_finite, is_finite
 from syncline.guards.hangs import some
+from syncline.guards.hyperparameters import Hyperparameters
+from syncline.guards.loads import Loads
 from syncline.modes.anchors import Anchors
 from syncline.modes.exchange import Exchange, Fragment, Heard
 from syncline.modes.fragments import split
@@ -69,6 +73,8 @@ class PeriodicDriver(Driver):
         trained = [(name, p) for name, p in replica.named() if p.requires_grad]
         self.exchange = Exchange(replica, split(trained, period.fragments))
         self.anchors = Anchors(outer)
+        self.hyperparameters = Hyperparameters(replica.optimizers)
+        self.loads = Loads(replica.model, replica.named(), self.loaded)
         self.under_way: Fragment | None = None
         self.kept: Heard | None = None  # of a fragment that was under way when a checkpoint was made
         if not warmup:
@@ -104,6 +110,10 @@ class PeriodicDriver(Driver):
         bad = first_not_finite((name, p.grad) for name, p in self.replica.named() if p.grad is not None)
         return f"the gradient of {bad} is not finite on this rank" if bad else ""
 
+    def after_step(self) -> None:
+        if self.gradients is not None:
+            self.gradients.after_step()
+
     def after_round(self, skipped: bool) -> None:
         if self.replica.scaler is None:
             self.count()
@@ -126,6 +136,7 @@ class PeriodicDriver(Driver):
     def count(self) -> None:
         """A step is over."""
         self.steps += 1
+        self.loads.restores = False
         if self.steps < self.warmup:
             return
         if self.steps == self.warmup:
@@ -137,11 +148,17 @@ class PeriodicDriver(Driver):
         """From here on ranks train alone."""
         self.start_gradients()
         self.drop_anchors()
+        self.loads.clear()
 
     def drop_anchors(self) -> None:
         """From here on ranks go different ways."""
         for fragment in self.exchange.fragments:
             self.anchors.drop(fragment.slots)
+
+    def loaded(self, names: set[str]) -> None:
+        """Weights that were loaded are where ranks go on from, and not how far this one has come."""
+        for fragment in self.exchange.fragments:
+            self.anchors.drop(slot for slot in fragment.slots if slot.name in names)
 
     # Meeting
 
@@ -180,8 +197,18 @@ class PeriodicDriver(Driver):
         """Send off what this rank has to say about the next fragment."""
         self.refuse_others()
         fragment = self.next_fragment()
-        self.exchange.leave(fragment, self.anchors.fill, has_data=not self.is_alone)
+        self.exchange.leave(fragment, self.anchors.fill, not self.is_alone, self.fingerprint())
         self.under_way = fragment
+
+    def fingerprint(self) -> Fingerprint:
+        """What ranks that train alone must have in common: hyperparameters, and the weights that they have loaded."""
+        loaded = self.loads.leave()
+        if not self.replica.settings.divergence_guard:
+            return NO_FINGERPRINT
+        began_ns = monotonic_ns()
+        digest = digest_of(self.exchange.rounds, self.hyperparameters.digest(), sorted(loaded.items()))
+        self.replica.recorder.guard_ns += monotonic_ns() - began_ns
+        return Fingerprint(digest=digest)
 
     def refuse_others(self) -> None:
         """A parameter that nobody averages would be another one on every rank."""
@@ -197,6 +224,7 @@ class PeriodicDriver(Driver):
     def arrive(self) -> bool:
         """Take in what all ranks have said; whether any of them still has data."""
         heard, self.kept = self.kept or self.hear(), None
+        self.refuse_differing(heard)
         source = None if heard.is_silence else self.judge(heard)
         if source is not None:
             self.take(heard, source)
@@ -205,7 +233,19 @@ class PeriodicDriver(Driver):
             self.settle_optimizers(is_left_out=not heard.contributed and not self.is_alone)
             self.replica.settle_buffers(source)
             self.compare()
+        if self.gradients is not None:
+            self.gradients.accept()
         return not heard.is_silence
+
+    def refuse_differing(self, heard: Heard) -> None:
+        """Ranks whose fingerprints differ find out why, before anything of this synchronization is used."""
+        if not heard.differs:
+            return
+        self.loads.tell_again()
+        if len(heard.active) == self.replica.fabric.world:
+            when = f"synchronization {self.meetings + 1}"
+            self.replica.compare_hyperparameters(f"in {when}", scale=False)
+            self.loads.compare(self.replica.fabric, when)
 
     def judge(self, heard: Heard) -> int | None:
         """The first of the ranks that others can take something from; None if all skip the meeting."""
@@ -234,6 +274,8 @@ class PeriodicDriver(Driver):
             return
         rates = self.replica.learning_rates()
         for slot in slots:
+            if slot.name in self.loads.since:  # what left before does not concern it any more
+                continue
             self.move(slot, heard.means[slot.name], rates.get(slot.name, 0.0), heard.contributed)
 
     def move(self, slot: Slot, mean: Tensor, rate: float, contributed: bool) -> None:
@@ -354,11 +396,14 @@ class PeriodicDriver(Driver):
             buffer.copy_(saved["buffers"][name])
         for optimizer, state in zip(self.replica.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(deepcopy(state))
+        self.loads.clear()
+        self.loads.restores = True
         self.start_gradients()
         if self.gradients is not None:
             self.gradients.load_state_dict(saved["gradients"])
 
     def close(self) -> None:
+        self.loads.close()
         if self.gradients is not None:
             self.gradients.close()
         self.exchange.pipeline.close()
