@@ -28,6 +28,7 @@ class Loads:
         self.told: dict[str, int] = {}  # with what left last
         self.since: set[str] = set()  # names, since then
         self.restores = False  # Sync itself has just restored weights, so that loading them again is no news
+        self.names = [name for name, _ in named]
         names = {id(parameter): name for name, parameter in named}
         self.hooks = []
         for module in model.modules():
@@ -59,7 +60,7 @@ class Loads:
 
     def compare(self, fabric: Fabric, when: str) -> None:
         """Raise `ReplicasDiverged` on every rank unless all have loaded the same weights."""
-        text = "\n".join(f"{name}\t{digest}" for name, digest in sorted(self.told.items()))
+        text = "\n".join(f"{name}\t{self.told[name]}" for name in self.names if name in self.told)
         if not all_have(fabric, text):
             told = [dict(line.split("\t") for line in theirs.splitlines()) for theirs in gather_texts(fabric, text)]
             raise ReplicasDiverged(difference(told, when))
