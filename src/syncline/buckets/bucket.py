@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from syncline.buckets.parameters import strides_of
 from syncline.buckets.placing import SMALL_BYTES, put
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, name_of
@@ -32,7 +33,18 @@ NOT_SEEN = 1 << 30  # gradients: more than come in any pass, so a bucket waits f
 class Slot:
     """One parameter's place in a bucket, and what has happened to its gradient in this pass."""
 
-    __slots__ = ("bucket", "expected", "fired", "is_divided", "is_small", "is_sparse", "name", "parameter", "view")
+    __slots__ = (
+        "bucket",
+        "expected",
+        "fired",
+        "is_divided",
+        "is_small",
+        "is_sparse",
+        "name",
+        "parameter",
+        "strides",
+        "view",
+    )
 
     view: Tensor
     bucket: Bucket
@@ -41,6 +53,7 @@ class Slot:
         self.name = name
         self.parameter = parameter
         self.is_sparse = is_sparse  # then it has no bucket
+        self.strides = strides_of(parameter)  # of its gradient in the bucket, the same on all ranks
         self.is_small = parameter.nbytes <= SMALL_BYTES
         self.fired = 0  # gradients that came in this pass
         self.is_divided = False  # by the number of ranks, in this pass
@@ -79,7 +92,7 @@ class Side:
         self.views: list[Tensor] = []
         start = 0
         for slot in slots:
-            self.views.append(view_like(self.values[start : start + slot.parameter.numel()], slot.parameter))
+            self.views.append(view_of(slot, self.values[start : start + slot.parameter.numel()]))
             start += slot.parameter.numel()
         self.places = [(view.data_ptr(), view.storage_offset(), view.shape, view.stride()) for view in self.views]
 
@@ -196,10 +209,6 @@ class Bucket:
             slot.parameter.grad = slot.view if flag > 0 else None
 
 
-def view_like(flat: Tensor, parameter: Tensor) -> Tensor:
-    """Flat memory in the shape of a parameter, with its strides where they leave no gaps, as optimizers like it."""
-    shape, strides = parameter.shape, parameter.stride()
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    if parameter.numel() and not parameter.is_contiguous() and extent == parameter.numel():
-        return flat.as_strided(shape, strides)
-    return flat.view(shape)
+def view_of(slot: Slot, flat: Tensor) -> Tensor:
+    """Flat memory in the shape of a slot's parameter, with the strides that it has, as optimizers like it."""
+    return flat.as_strided(slot.parameter.shape, slot.strides)

@@ -13,7 +13,8 @@ from syncline.errors import ConfigError
 from syncline.fabric.base import DTYPES, name_of
 
 Named = list[tuple[str, nn.Parameter]]
-claimed = WeakIdKeyDictionary()  # parameters that are synchronized
+Strides = tuple[int, ...]
+claimed = WeakIdKeyDictionary()  # parameters that are synchronized: the strides of each, which ranks have compared
 
 
 def parameters_of(model: nn.Module) -> Named:
@@ -28,6 +29,25 @@ def sparse_names(model: nn.Module) -> set[str]:
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             found.add(f"{name}.weight".removeprefix(".").removeprefix("_orig_mod."))
     return found
+
+
+def dense_strides(tensor: Tensor) -> Strides:
+    """Strides of a tensor in flat memory without gaps: its own, or where these leave gaps those of a contiguous one.
+
+    The stride of a dimension of size 1 means nothing, and is that of a contiguous tensor too.
+    """
+    contiguous = torch.empty(tensor.shape, device="meta").stride()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if tensor.is_contiguous() or extent != tensor.numel():
+        return contiguous
+    sizes = zip(tensor.shape, tensor.stride(), contiguous, strict=True)
+    return tuple(plain if size == 1 else own for size, own, plain in sizes)
+
+
+def strides_of(parameter: Tensor) -> Strides:
+    """Strides of a parameter and its gradient on their way: what ranks compared, whatever it was converted to since."""
+    strides: Strides = claimed[parameter] if parameter in claimed else dense_strides(parameter)
+    return strides
 
 
 def check_parameters(model: nn.Module, named: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
@@ -67,7 +87,7 @@ class Claim:
                 )
         self.parameters = [parameter for _, parameter in named]
         for parameter in self.parameters:
-            claimed[parameter] = True
+            claimed[parameter] = dense_strides(parameter)
         try:
             yield
         except BaseException:
@@ -86,7 +106,20 @@ def describe_layout(named: Named, buffers: Iterable[tuple[str, Tensor]], setting
     lines = list(settings)
     for name, parameter in named:
         frozen = "" if parameter.requires_grad else " frozen"
-        lines.append(f"parameter {name} {name_of(parameter.dtype)}{list(parameter.shape)}{frozen}")
+        lines.append(f"parameter {name} {describe(parameter)}{describe_strides(parameter)}{frozen}")
     for name, buffer in buffers:
-        lines.append(f"buffer {name} {name_of(buffer.dtype)}{list(buffer.shape)}")
+        lines.append(f"buffer {name} {describe(buffer)}")
     return lines
+
+
+def describe(tensor: Tensor) -> str:
+    """The dtype, shape and kind of device of a tensor."""
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{name_of(tensor.dtype)}{list(tensor.shape)}{device}"
+
+
+def describe_strides(parameter: Tensor) -> str:
+    """The memory format of a parameter, where it is not contiguous: elements are added up where they are in memory."""
+    strides = strides_of(parameter)
+    is_contiguous = strides == torch.empty(parameter.shape, device="meta").stride()
+    return "" if is_contiguous else f" strides {list(strides)}"

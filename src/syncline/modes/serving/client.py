@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.buckets.bucket import Slot, view_like
+from syncline.buckets.bucket import Slot, view_of
 from syncline.codecs.codec import Codec, State
 from syncline.modes.serving.attendant import IS_DIFFERENT, IS_GOOD, IS_MAPPED
 from syncline.modes.serving.coders import Coder, seed_of
@@ -154,5 +154,5 @@ def write(slots: Sequence[Slot], flat: Tensor) -> None:
     start = 0
     for slot in slots:
         numel = slot.parameter.numel()
-        slot.parameter.copy_(view_like(flat[start : start + numel], slot.parameter))
+        slot.parameter.copy_(view_of(slot, flat[start : start + numel]))
         start += numel

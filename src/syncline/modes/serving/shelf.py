@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from syncline.buckets.bucket import Slot, view_like
+from syncline.buckets.bucket import Slot, view_of
 from syncline.errors import OutOfSharedMemory
 
 
@@ -31,7 +31,7 @@ class Shelf:
         self.parameters: dict[str, nn.Parameter] = {}
         start = 0
         for slot in slots:
-            view = view_like(self.flat[start : start + slot.parameter.numel()], slot.parameter)
+            view = view_of(slot, self.flat[start : start + slot.parameter.numel()])
             view.copy_(slot.parameter.detach())
             self.parameters[slot.name] = nn.Parameter(view)
             start += slot.parameter.numel()
