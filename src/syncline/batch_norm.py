@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from syncline.current import resolve
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
+from syncline.guards.trainable import refuse_lazy
 
 
 class Connection:
@@ -165,6 +166,7 @@ def refuse_shared_statistics(model: nn.Module) -> None:
 
 def convert_batch_norm(model: nn.Module, fabric: Fabric | str = "auto") -> nn.Module:
     """The model with every batch normalization made one over all ranks. All ranks convert the same model."""
+    refuse_lazy(model)
     return replaced(model, resolve(fabric).sibling())
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from syncline.batch_norm import refuse_shared_statistics
 from syncline.buckets.membership import Membership
-from syncline.buckets.parameters import Claim, check_parameters, parameters_of
+from syncline.buckets.parameters import check_parameters, parameters_of
 from syncline.buckets.reducer import Reducer
 from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of, text_of_codec
@@ -28,6 +28,7 @@ from syncline.collectives.registry import algorithm
 from syncline.current import current
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
+from syncline.guards.claims import Claim
 from syncline.guards.finite import Policy, Skipping, first_not_finite
 from syncline.modes.mode import Driver, Mode
 from syncline.modes.registry import mode_of, text_of_mode

@@ -309,3 +309,40 @@ def load_states(fabric: syncline.Fabric) -> None:
 @pytest.mark.timeout(60)
 def test_a_rank_goes_on_from_its_own_state_or_from_those_of_all() -> None:
     syncline.run(load_states, ranks=2, fabric="torch")
+
+
+def attach_to_a_table(fabric: syncline.Fabric) -> str:
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+    with pytest.raises(ConfigError) as caught:
+        attach(DistributedDataParallel(model), "none")
+    return str(caught.value)
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    for said in syncline.run(attach_to_a_table, ranks=2, fabric="torch"):
+        assert "0.weight has sparse gradients, which DDP gives to no hook" in said
+
+
+def average_complex(fabric: syncline.Fabric) -> list[list[Tensor]]:
+    """Gradients of complex parameters, as DDP averages them alone, and with codecs that leave nothing out."""
+    found = []
+    for codec in ("", "none", "topk:1"):
+        draws = torch.Generator().manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(4, 4, dtype=torch.complex64) for _ in range(2)])
+        for parameter in model.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=draws, dtype=parameter.dtype)
+        ddp = DistributedDataParallel(model)
+        if codec:
+            attach(ddp, codec)
+        batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(fabric.rank), dtype=torch.complex64)
+        ddp(batch).abs().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    return found
+
+
+def test_complex_gradients_are_averaged_as_ddp_does() -> None:
+    ranks = syncline.run(average_complex, ranks=2, fabric="torch")
+    for by_ddp, *others in ranks:
+        for other in others:
+            torch.testing.assert_close(other, by_ddp)
+        torch.testing.assert_close(by_ddp, ranks[0][0])

@@ -167,6 +167,21 @@ def test_a_buffer_that_was_finite_nowhere_may_recover(policy: str) -> None:
         assert same_bits(saved, torch.full((2,), 7.0))
 
 
+def settle_complex(fabric: syncline.Fabric, policy: str) -> Tensor:
+    buffers = {"phase": torch.tensor([1j, 2.0]) * (fabric.rank + 1)}
+    SettledBuffers().settle(fabric, policy, buffers, 0)
+    return buffers["phase"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "factors"), [("broadcast", [1, 1, 1]), ("average", [2, 2, 2]), ("local", [1, 2, 3])]
+)
+def test_complex_buffers_are_pairs_of_real_numbers(policy: str, factors: list[int]) -> None:
+    found = syncline.run(partial(settle_complex, policy=policy), 3, "threads", DEADLINES)
+    for phase, factor in zip(found, factors, strict=True):
+        assert torch.equal(phase, torch.tensor([1j, 2.0]) * factor)
+
+
 # In training
 
 MODES = (

@@ -13,7 +13,7 @@ from support.catalogue import FABRICS, PROCESS_FABRICS, one_now_others_slow
 from support.layouts import LAYOUTS
 from support.replicas import WORLD
 from syncline import Deadlines
-from syncline.buckets.parameters import dense_strides
+from syncline.guards.claims import dense_strides
 
 NEVER = 9  # more steps than there are
 

@@ -14,6 +14,7 @@ from support import faulty
 from support.catalogue import PROCESS_FABRICS, one_now_others_slow
 from support.guarded import Net, filled, snapshot
 from support.replicas import same
+from syncline import convert_batch_norm as convert
 from syncline.errors import ConfigError, Desync, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.fabric.threads import Threads
@@ -83,26 +84,6 @@ def test_a_list_of_models_is_refused(alone: Fabric) -> None:
     model = Net()
     with pytest.raises(ConfigError, match=r"list is not a torch\.nn\.Module; put several models in an nn\.ModuleList"):
         syncline.Sync([model], torch.optim.SGD(model.parameters()), fabric=alone)
-
-
-def sync_twice(fabric: Fabric, closes: bool) -> str:
-    """What becomes of a second `Sync` of some parameters."""
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters())
-    first = syncline.Sync(model, optimizer, fabric=fabric)
-    if closes:
-        first.close()
-    try:
-        syncline.Sync(nn.Sequential(nn.Linear(2, 2), model.second), optimizer, fabric=fabric)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("closes", [False, True])
-def test_a_parameter_has_one_sync_at_a_time(closes: bool) -> None:
-    for text in syncline.run(partial(sync_twice, closes=closes), 2, "threads"):
-        assert ("1.weight is synchronized by another Sync already; close() that one first" in text) != closes
 
 
 def step_in_backward(fabric: Fabric) -> str:
@@ -266,6 +247,55 @@ def test_complex_parameters_are_refused_by_name(alone: Fabric) -> None:
     model = Net()
     model.second = nn.Linear(8, 8, dtype=torch.complex64)
     with pytest.raises(ConfigError, match=r"second\.weight is complex64; gradients can be of float32, float64"):
+        syncline.Sync(model, torch.optim.SGD(model.parameters()), fabric=alone)
+
+
+def unfreeze_complex(fabric: Fabric, mode: str) -> str:
+    model = nn.Linear(3, 3)
+    model.factor = nn.Parameter(torch.ones(3, dtype=torch.complex64), requires_grad=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            (model(torch.ones(2, 3)) * model.factor).abs().sum().backward()
+            optimizer.step()
+
+    steps(1)
+    model.factor.requires_grad_(True)
+    with pytest.raises(ConfigError) as caught:
+        steps(2)  # of which the second one judges the first, where that is delayed
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "local:1", "async"])
+def test_complex_parameters_that_are_unfrozen_are_refused_by_name(mode: str) -> None:
+    for said in syncline.run(partial(unfreeze_complex, mode=mode), 2, "threads"):
+        assert said.startswith("factor ")
+        assert "is complex64; gradients can be of" in said or mode in ("local:1", "async")
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "local:1", "async"])
+@pytest.mark.parametrize(
+    ("lazy", "name"), [(nn.LazyLinear(3), "1.weight"), (nn.LazyBatchNorm1d(affine=False), "1.running_mean")]
+)
+def test_lazy_parameters_and_buffers_are_refused_by_name(alone: Fabric, lazy: nn.Module, name: str, mode: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), lazy)
+    optimizer = torch.optim.SGD(model[0].parameters())
+    for refused in (lambda: syncline.Sync(model, optimizer, fabric=alone, mode=mode), lambda: convert(model, alone)):
+        with pytest.raises(ConfigError, match=rf"{name} is of a lazy module and has no shape yet; let the model see"):
+            refused()
+    assert faulty.hooks_of(model[0], optimizer) == 0
+    assert alone.siblings == []
+
+
+class FSDPModule(nn.Linear):
+    """Called as the base class of a module that `fully_shard` has changed."""
+
+
+def test_a_model_that_fsdp_shards_is_refused(alone: Fabric) -> None:
+    model = nn.Sequential(FSDPModule(2, 2))
+    with pytest.raises(ConfigError, match="0 is sharded by FSDP, which averages gradients itself"):
         syncline.Sync(model, torch.optim.SGD(model.parameters()), fabric=alone)
 
 

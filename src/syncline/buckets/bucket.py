@@ -19,10 +19,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from syncline.buckets.parameters import strides_of
 from syncline.buckets.placing import SMALL_BYTES, put
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, name_of
+from syncline.guards.claims import strides_of
 from syncline.guards.fingerprint import DIGEST_BITS
 
 FLAGS = 4  # of a verdict: words that are set if some rank sets them

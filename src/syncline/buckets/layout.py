@@ -18,6 +18,7 @@ from syncline.buckets.bucket import Bucket, Slot
 from syncline.buckets.heap import keep_freed_memory
 from syncline.buckets.parameters import Named
 from syncline.fabric.base import Fabric
+from syncline.guards.trainable import refuse_dtype
 
 CameHook = Callable[[Slot], None]
 
@@ -124,6 +125,8 @@ class Layout:
 
     def adopt_unfrozen(self, names: Sequence[str]) -> None:
         """Watch these as well; they get buckets of their own."""
+        for name in names:
+            refuse_dtype(name, self.frozen[name])
         for name in names:
             self.frozen_hooks.pop(name).remove()
         if slots := self.watch([(name, self.frozen.pop(name)) for name in names]):

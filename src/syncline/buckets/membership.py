@@ -10,8 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.buckets.bucket import Slot
-from syncline.buckets.parameters import claimed, parameters_of
+from syncline.buckets.parameters import parameters_of
 from syncline.errors import ConfigError
+from syncline.guards.claims import claimed, refuse_ddp
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ class Membership:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         if self.seen.get(optimizer) == count:
             return
+        if not self.seen:
+            refuse_ddp(parameters_of(self.model))
         self.seen[optimizer] = count
         strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in claimed]
         own = {id(parameter): name for name, parameter in parameters_of(self.model)}

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -39,7 +39,9 @@ from syncline.fabric.base import Fabric, Times
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.torch import TorchFabric
 from syncline.fabric.worker import Worker
+from syncline.guards.claims import refuse_claimed
 from syncline.guards.finite import is_finite
+from syncline.guards.trainable import has_sparse_gradient
 from syncline.state import STATE_VERSION, choose_state
 
 
@@ -53,9 +55,21 @@ def attach(
     """Let DDP send its buckets through a codec. What is kept follows the optimizer's rates and the scaler's scale."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"{type(model).__name__} is not a DistributedDataParallel; for others there is syncline.Sync")
+    refuse_parameters(model.module)
     hook = CodecHook(model, codec_of(codec), optimizer, seed, scaler)
     model.register_comm_hook(hook, lambda state, bucket: state.start(bucket))
     return hook
+
+
+def refuse_parameters(module: nn.Module) -> None:
+    """Those that a `Sync` has too, and those whose gradients are sparse."""
+    for name, part in module.named_modules():
+        if has_sparse_gradient(part):
+            raise ConfigError(
+                f"{name}.weight has sparse gradients, which DDP gives to no hook as they are; make it with "
+                f"sparse=False, or use syncline.Sync, which averages them"
+            )
+    refuse_claimed((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -228,7 +242,8 @@ class CodecHook:
 
     def parts_of(self, parameters: Iterable[Tensor]) -> tuple[Part, ...]:
         """The parameters of a bucket by name and place."""
-        return in_a_row(Part(self.names[id(p)], 0, p.numel(), p.shape) for p in parameters)
+        named = ((self.names[id(p)], torch.view_as_real(p) if p.is_complex() else p) for p in parameters)
+        return in_a_row(Part(name, 0, real.numel(), real.shape) for name, real in named)
 
     def coded_of(self, parts: tuple[Part, ...], device: torch.device) -> Coded:
         """The state of the parameters of a bucket, new where there is none yet."""

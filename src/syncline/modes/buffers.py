@@ -43,7 +43,8 @@ class SettledBuffers:
         """All take those of one rank, or the means of those that have fractions."""
         if policy == "local":
             return
-        own = {name: buffer.data for name, buffer in buffers.items() if buffer.is_floating_point()}
+        fractions = {name: real_of(buffer.data) for name, buffer in buffers.items()}
+        own = {name: buffer for name, buffer in fractions.items() if buffer.is_floating_point()}
         is_source = policy == "broadcast" and fabric.rank == root
         agreed = dict(own) if is_source else {name: buffer.clone() for name, buffer in own.items()}
         counters = [buffer for name, buffer in buffers.items() if name not in own]
@@ -75,6 +76,11 @@ class SettledBuffers:
             self.said[name] = [rank for rank in range(fabric.world) if rank not in good]
             if self.said[name] != before.get(name):
                 log.warning("%s is not finite on %s: %s", name, some_ranks(self.said[name]), outcome(good, root))
+
+
+def real_of(buffer: Tensor) -> Tensor:
+    """A buffer, or the pairs of real numbers that a complex one is made of."""
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
 def not_finite(buffers: Named) -> list[str]:

@@ -1,0 +1,34 @@
+"""Parameters that cannot be synchronized, refused by name wherever a model is given."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from syncline.errors import ConfigError
+from syncline.fabric.base import DTYPES, name_of
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Parameters and buffers of lazy modules have no shape before the first batch."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name} is of a lazy module and has no shape yet; let the model see one batch, on every rank, before "
+                f"it and its optimizer are given to Syncline"
+            )
+
+
+def refuse_dtype(name: str, parameter: Tensor) -> None:
+    """Gradients are added up as real numbers."""
+    if parameter.dtype not in DTYPES:
+        known = ", ".join(name_of(dtype) for dtype in DTYPES)
+        hint = "; keep two real parameters and use torch.view_as_complex in forward" if parameter.is_complex() else ""
+        raise ConfigError(f"{name} is {name_of(parameter.dtype)}; gradients can be of {known}{hint}")
+
+
+def has_sparse_gradient(module: nn.Module) -> bool:
+    """Whether the gradient of a module's weight is a sparse tensor."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
