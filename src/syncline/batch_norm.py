@@ -67,6 +67,11 @@ class SyncBatchNorm(_BatchNorm):
         if fabric.world == 1:
             return self._alone(input, uses_batch)
         mean, variance, count = statistics_of_all(input, fabric)
+        if count == 1:
+            raise ConfigError(
+                f"the batches of all {fabric.world} ranks have one value for each channel together, which is its own "
+                f"mean; give at least one rank a larger batch, or leave out this one on all ranks"
+            )
         self._track(mean, variance, count)
         normalized: Tensor = Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, mean, (variance + self.eps).rsqrt(), count, fabric
@@ -89,10 +94,12 @@ class SyncBatchNorm(_BatchNorm):
         return self.momentum or 0.0
 
     def _track(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        """Move the running statistics; the stored variance is the unbiased one."""
+        """Move the running statistics; the stored variance is the unbiased one. An empty batch only counts."""
         if self.running_mean is None or self.running_var is None:
             return
         share = self._count_batch()
+        if not count:
+            return
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_((variance * (count / max(count - 1, 1))).to(self.running_var.dtype), share)
 
@@ -125,7 +132,7 @@ class Normalize(torch.autograd.Function):
         others = [dimension for dimension in range(gradient.dim()) if dimension != 1]
         plain = gradient.to(standard.dtype)
         local = torch.stack([plain.sum(others), (plain * standard).sum(others)])
-        total = ctx.fabric.all_reduce(local.clone()) / ctx.count
+        total = ctx.fabric.all_reduce(local.clone()) / max(ctx.count, 1)
         centred = plain - along(total[0], plain) - standard * along(total[1], plain)
         factor = inverse if weight is None else inverse * weight
         of_weight = None if weight is None else local[1].to(weight.dtype)
@@ -134,7 +141,10 @@ class Normalize(torch.autograd.Function):
 
 
 def statistics_of_all(x: Tensor, fabric: Fabric) -> tuple[Tensor, Tensor, float]:
-    """Mean, biased variance and count over the batches of all ranks, without subtracting large numbers."""
+    """Mean, biased variance and count over the batches of all ranks, without subtracting large numbers.
+
+    Of batches that are all empty these are zeros.
+    """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     others = [dimension for dimension in range(x.dim()) if dimension != 1]
     count = x.numel() // x.shape[1]
@@ -144,8 +154,8 @@ def statistics_of_all(x: Tensor, fabric: Fabric) -> tuple[Tensor, Tensor, float]
     gathered = fabric.all_gather(torch.cat([mean, spread, mean.new_tensor([float(count)])]))
     means, spreads, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     total = float(counts.sum())
-    mean = (means * counts).sum(0) / total
-    variance = (spreads + counts * (means - mean).square()).sum(0) / total
+    mean = (means * counts).sum(0) / max(total, 1)
+    variance = (spreads + counts * (means - mean).square()).sum(0) / max(total, 1)
     return mean, variance, total
 
 

@@ -95,6 +95,38 @@ def test_all_ranks_together_are_one_process_with_all_batches(
                 torch.testing.assert_close(one, exact, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("with_rows", [[], [0], [1]])
+@pytest.mark.parametrize("settings", [{}, {"affine": False}, {"momentum": None}, {"track_running_stats": False}])
+def test_empty_batches_are_those_of_one_process(world: int, with_rows: list[int], settings: dict) -> None:
+    plain = nn.BatchNorm2d(3, dtype=torch.float64, **settings)
+    usual = [batch_of(rank, (4, 5)) for rank in range(world)]
+    some = [batch if rank in with_rows else batch[:0] for rank, batch in enumerate(usual)]
+
+    def on_rank(fabric: syncline.Fabric) -> list[dict[str, Tensor]]:
+        converted = syncline.convert_batch_norm(copy.deepcopy(plain))
+        return [copy.deepcopy(results(converted, batches[fabric.rank])) for batches in (some, usual)]
+
+    alone = copy.deepcopy(plain)
+    wanted = [copy.deepcopy(results(alone, torch.cat(batches))) for batches in (some, usual)]
+    for found in syncline.run(on_rank, ranks=world, fabric="threads"):
+        for one, exact in zip(found, wanted, strict=True):
+            assert all(tensor.isfinite().all() for tensor in one.values())
+            for name, _ in plain.named_buffers():
+                torch.testing.assert_close(one[name], exact[name], rtol=1e-9, atol=1e-9)
+
+
+def test_one_value_for_each_channel_is_refused_as_one_process_does() -> None:
+    def on_rank(fabric: syncline.Fabric) -> str:
+        converted = syncline.convert_batch_norm(nn.BatchNorm1d(3))
+        with pytest.raises(ValueError, match="one value for each channel") as caught:
+            converted(torch.ones(1 - fabric.rank, 3))
+        assert converted.num_batches_tracked == 0
+        return str(caught.value)
+
+    assert all("batches of all 2 ranks" in said for said in syncline.run(on_rank, ranks=2, fabric="threads"))
+
+
 def test_in_eval_the_stored_statistics_are_used() -> None:
     plain = layer().eval()
     plain.running_mean.fill_(3.0)
