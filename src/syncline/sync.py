@@ -273,6 +273,12 @@ class Sync:
         """The names of the parameters in each bucket, in the order in which buckets leave."""
         return self.reducer.layout.planned_names() if self.reducer is not None else []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ConfigError(
+            "a Sync is neither copied nor pickled: it belongs to this model on this rank. Keep it outside of the "
+            "model; to save it there is state_dict()"
+        )
+
     def close(self) -> None:
         """Let go of the model and the optimizer. Gradients that are under way are used first."""
         if self.driver is not None and self._endings:

@@ -17,6 +17,7 @@ from syncline.errors import Desync, FabricError, PairingError
 from syncline.guards.fingerprint import NO_FINGERPRINT
 from syncline.guards.finite import first_not_finite, is_finite
 from syncline.guards.unfreezing import compare_unfrozen
+from syncline.modes.forward_hook import ForwardHook
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
 from syncline.pipeline import DivideBy
@@ -64,7 +65,7 @@ class GradientDriver(Driver):
             partial(compare_unfrozen, replica.fabric),
             self.guard.fingerprint if self.guard is not None else lambda _: NO_FINGERPRINT,
         )
-        self.hook = replica.model.register_forward_pre_hook(self.before_forward) if self.lags else None
+        self.hook = ForwardHook(replica.model, self.before_forward) if self.lags else None
 
     # In the user's loop
 
@@ -114,7 +115,7 @@ class GradientDriver(Driver):
             return "a rank that failed in its backward pass has not updated its scale as the others have"
         return ""
 
-    def before_forward(self, *_: object) -> None:
+    def before_forward(self) -> None:
         """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten.
 
         Between backward and step there are gradients at hand, which are not to be overtaken by later ones.
