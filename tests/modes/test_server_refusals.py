@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD
 
 import syncline
+from support.guarded import Net, batch, filled
 from support.models import Words, frozen_below
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, PairingError, RankFailed
@@ -159,3 +161,91 @@ def test_other_modes_have_no_away() -> None:
     with pytest.raises(RankFailed) as failed:
         syncline.run(work, ranks=2, fabric="threads")
     assert "away() is for async and bounded" in str(failed.value.failures[0])
+
+
+def add_what_the_model_has(optimizer: SGD, model: Net) -> None:
+    optimizer.add_param_group({"params": list(model.third.parameters())})
+
+
+def add_with_other_settings(optimizer: SGD, model: Net) -> None:
+    optimizer.add_param_group({"params": list(model.third.parameters()), "lr": 0.5, "momentum": 0.9})
+
+
+def add_what_is_new(optimizer: SGD, model: Net) -> None:
+    optimizer.add_param_group({"params": list(nn.Linear(4, 3).parameters())})
+
+
+def split_a_group(optimizer: SGD, model: Net) -> None:
+    members = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = members[:2]
+    optimizer.add_param_group({"params": members[2:]})
+
+
+def remove_from_a_group(optimizer: SGD, model: Net) -> None:
+    optimizer.param_groups[0]["params"].pop()
+
+
+def change_groups(fabric: syncline.Fabric, mode: str, change: Callable) -> tuple[str, int]:
+    """What the last worker is told in the step after it has changed groups, and how many steps every worker makes."""
+    model = filled(Net())
+    optimizer = SGD([*model.first.parameters(), *model.second.parameters()], lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
+    said = ""
+    for step in range(5):
+        if step == 2 and fabric.rank == fabric.world - 1:
+            change(optimizer, model)
+        try:
+            optimizer.zero_grad()
+            model(batch(fabric.rank, step)).square().mean().backward()
+            optimizer.step()
+        except ConfigError as error:
+            said = str(error)
+            break
+    sync.close()
+    return said, step
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded:ahead=0", "bounded:ahead=2,servers=2"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (add_what_the_model_has, "third.weight and 1 more came to the optimizer after servers were set up"),
+        (add_with_other_settings, "third.weight and 1 more came to the optimizer after servers were set up"),
+        (add_what_is_new, "a parameter of shape [3, 4] and 1 more came to the optimizer after servers were set up"),
+        (split_a_group, "groups of [4] parameters in the optimizer became others, of [2, 2], after servers"),
+        (remove_from_a_group, "groups of [4] parameters in the optimizer became others, of [3], after servers"),
+    ],
+)
+def test_groups_that_servers_do_not_have_are_refused_by_the_worker(change: Callable, text: str, mode: str) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[str, int]:
+        return change_groups(fabric, mode, change)
+
+    first, last = syncline.run(work, ranks=2, fabric="threads", deadlines=syncline.Deadlines(20.0))
+    assert first == ("", 4)
+    assert last[0].startswith(text)
+    assert last[1] == 2
+
+
+def step_with_a_stranger(fabric: syncline.Fabric) -> str:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 3)
+    optimizer = SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    syncline.Sync(model, optimizer, fabric=fabric, mode="async")
+    other(model(torch.ones(1, 2))).sum().backward()
+    with pytest.raises(ConfigError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_an_optimizer_with_parameters_that_no_server_has_is_refused() -> None:
+    for said in syncline.run(step_with_a_stranger, ranks=2, fabric="threads"):
+        assert "a parameter of shape [3, 2] and 1 more, in no model with a Sync: no server has that" in said
+
+
+def test_two_parameters_in_the_same_memory_are_refused() -> None:
+    def work(fabric: syncline.Fabric) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].weight.data = model[0].weight.data
+        with pytest.raises(ConfigError, match=r"1\.weight and 0\.weight are two parameters in the same memory"):
+            syncline.Sync(model, SGD(model.parameters(), lr=0.1), fabric=fabric, mode="bounded")
+
+    syncline.run(work, ranks=2, fabric="threads")

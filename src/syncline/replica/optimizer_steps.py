@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from syncline.buckets.backward import current_pass
-from syncline.buckets.parameters import claimed
 from syncline.errors import ConfigError
+from syncline.guards.claims import claimed
 from syncline.guards.finite import WithheldGradients
 
 

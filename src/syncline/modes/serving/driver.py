@@ -21,7 +21,7 @@ from syncline.modes.replica import Replica
 from syncline.modes.serving.client import Client
 from syncline.modes.serving.link import FabricLink, Link, LocalLink, Message, words_of
 from syncline.modes.serving.marks import Marks
-from syncline.modes.serving.optimizers import groups_of, refuse_unservable
+from syncline.modes.serving.optimizers import ServedGroups, groups_of, refuse_shared_memory, refuse_unservable
 from syncline.modes.serving.push import PushPipeline
 from syncline.modes.serving.server import Rules, Server
 from syncline.modes.serving.service import Service
@@ -54,6 +54,7 @@ class ServedDriver(Driver):
         self.problem = ""
         self.failure: FabricError | None = None  # of a server, after which there is no talking to any
         self.marks = Marks()
+        self.groups = ServedGroups(replica.optimizers)
         sparse = sparse_names(replica.model)
         if sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which servers do not take; use mode=sync")
@@ -97,6 +98,7 @@ class ServedDriver(Driver):
     def make_buckets(self) -> dict[int, list[Slot]]:
         """The same on all ranks, workers or not."""
         slots = [Slot(name, p, is_sparse=False) for name, p in self.replica.named() if p.requires_grad]
+        refuse_shared_memory(slots)
         most = self.bucket_bytes()
         first = min(self.replica.settings.first_bucket_bytes, most)
         return dict(enumerate(group_slots(slots[::-1], first, most)))
@@ -158,6 +160,7 @@ class ServedDriver(Driver):
                 f"rank {self.rank} is a server and does not train; write `if not sync.serve():` before the loop"
             )
         self.refuse_scaled()
+        self.groups.check({id(parameter): name for name, parameter in self.replica.named()})
         self.reducer.before_step()
         if self.has_left:
             self.talk(self.enter, "entering again")
