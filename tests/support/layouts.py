@@ -66,6 +66,12 @@ class TiedNet(Net):
         self.second.bias = self.first.bias
 
 
+class AliasedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.bias.data = self.first.bias.data
+
+
 # What the odd rank has: its model and its settings.
 LAYOUTS: dict[str, tuple[type[Net], dict[str, object]]] = {
     "names": (RenamedNet, {}),
@@ -76,6 +82,7 @@ LAYOUTS: dict[str, tuple[type[Net], dict[str, object]]] = {
     "buffers": (BufferedNet, {}),
     "strides": (TransposedNet, {}),
     "tied": (TiedNet, {}),
+    "aliased": (AliasedNet, {}),
     "settings": (Net, {"bucket_bytes": 1234}),
 }
 

@@ -33,6 +33,7 @@ LINES = {
     "buffers": ("", "buffer mask float32[3]"),
     "strides": ("parameter second.weight float32[8, 8]", "parameter second.weight float32[8, 8] strides [1, 8]"),
     "tied": ("parameter second.bias float32[8]", ""),
+    "aliased": ("parameter second.bias float32[8]", "parameter second.bias float32[8] in the memory of first.bias"),
     "settings": ("bucket_bytes=26214400", "bucket_bytes=1234"),
 }
 

@@ -58,9 +58,12 @@ def check_parameters(model: nn.Module, named: Iterable[tuple[str, Tensor]], devi
 def describe_layout(named: Named, buffers: Iterable[tuple[str, Tensor]], settings: Iterable[str]) -> list[str]:
     """What ranks must have in common, one line for each thing."""
     lines = list(settings)
+    first: dict[int, str] = {0: ""}  # parameter in each place of memory
     for name, parameter in named:
         frozen = "" if parameter.requires_grad else " frozen"
-        lines.append(f"parameter {name} {describe(parameter)}{describe_strides(parameter)}{frozen}")
+        shared = first.setdefault(parameter.data_ptr(), name)
+        tied = f" in the memory of {shared}" if shared not in ("", name) else ""
+        lines.append(f"parameter {name} {describe(parameter)}{describe_strides(parameter)}{frozen}{tied}")
     for name, buffer in buffers:
         lines.append(f"buffer {name} {describe(buffer)}")
     return lines
