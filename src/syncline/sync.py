@@ -25,7 +25,7 @@ from syncline.buckets.reducer import Reducer
 from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.collectives.registry import algorithm
-from syncline.current import current
+from syncline.current import refuse_outlived
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.guards.claims import Claim
@@ -295,6 +295,8 @@ class Sync:
 
     def _before_step(self, optimizer: Optimizer) -> bool:
         """Make gradients what the optimizer should see; False if it is to make no step with them."""
+        if self._given.world == 1:
+            refuse_outlived(self._given)
         if self.driver is not None:
             self.membership.check(optimizer)
             self._refuse_other_scalers(self.driver)
@@ -358,15 +360,13 @@ class Sync:
 def find_fabric(fabric: Fabric | str) -> Fabric:
     """The one that was given, the current one, or the one that `init` finds."""
     if isinstance(fabric, Fabric):
+        refuse_outlived(fabric)
         return fabric
     if fabric not in ("auto", "shm", "torch"):
         raise UnknownName("fabric", fabric, ("auto", "shm", "torch"))
-    found = current() if fabric == "auto" else None
-    if found is not None:
-        return found
-    from syncline.launch import init
+    from syncline.launch.init import find
 
-    return init(fabric=fabric)
+    return find(fabric)
 
 
 def list_optimizers(given: object) -> list[Optimizer]:

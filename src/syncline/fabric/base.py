@@ -94,6 +94,11 @@ class Fabric(ABC):
         self.before_close: list[Callable[[bool], None]] = []  # of whoever works with this fabric, told of `drain`
         self.at_close: list[Callable[[], None]] = []  # the same, when nothing is under way any more
 
+    @property
+    def outlived(self) -> bool:
+        """Whether the process group that this fabric was made over is no longer one."""
+        return False
+
     def sibling(self) -> Self:
         """Another fabric between the same ranks, whose calls need no common order with those of this one.
 

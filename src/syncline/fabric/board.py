@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from syncline.errors import FabricClosed
 from syncline.fabric.base import NO_NOTE, Note
 
 EVERY_S = 1.0
@@ -22,8 +24,8 @@ READING_S = 2.0  # the store may be on the rank that is stopped
 class Board:
     """One rank's end of it."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self.store = PrefixStore("syncline/board", group.get_group_store())
+    def __init__(self, find_group: Callable[[], dist.ProcessGroup], rank: int) -> None:
+        self.find_group = find_group
         self.rank = rank
         self.note = NO_NOTE
         self.closing = threading.Event()
@@ -52,19 +54,24 @@ class Board:
         if self.thread is not None:
             self.thread.join(READING_S)
 
+    def _store(self) -> Store:
+        """The store of the group, which is not kept: the user may destroy it."""
+        return PrefixStore("syncline/board", self.find_group().get_group_store())
+
     def _ask(self, rank: int, found: list[Note]) -> None:
-        with suppress(RuntimeError):
-            if self.store.check([str(rank)]):
-                first, second, third, fourth = json.loads(self.store.get(str(rank)))
+        with suppress(RuntimeError, FabricClosed):
+            store = self._store()
+            if store.check([str(rank)]):
+                first, second, third, fourth = json.loads(store.get(str(rank)))
                 found.append((first, second, third, fourth))
 
     def _publish(self) -> None:
         written = NO_NOTE
         is_last = False
-        with suppress(RuntimeError):  # the store is gone: there is nobody to tell
+        with suppress(RuntimeError, FabricClosed):  # the store is gone: there is nobody to tell
             while not is_last:
                 is_last = self.closing.is_set()
                 if (note := self.note) != written:
-                    self.store.set(str(self.rank), json.dumps(note))
+                    self._store().set(str(self.rank), json.dumps(note))
                     written = note
                 self.closing.wait(EVERY_S)

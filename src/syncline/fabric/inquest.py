@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from syncline.errors import PeerError
+from syncline.errors import FabricClosed, PeerError
 from syncline.fabric.blame import Kind, culprit, peer_error
 
 PATIENCE_S = 0.8  # for reports of ranks that are still being woken
@@ -28,11 +29,10 @@ NEVER_SENT = 1  # a tag that no message has
 class Inquest:
     """One rank's part in finding the culprit."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, world: int) -> None:
-        self.group = group
+    def __init__(self, find_group: Callable[[], dist.ProcessGroup], rank: int, world: int) -> None:
+        self.find_group = find_group
         self.rank = rank
         self.world = world
-        self.store = PrefixStore("syncline/inquest", group.get_group_store())
         self.reports: dict[int, tuple[int | None, Kind]] = {}
 
     def hold(self, peer: int | None, kind: Kind, during: str, waited_s: float) -> PeerError:
@@ -61,18 +61,19 @@ class Inquest:
 
     def _hear(self, peer: int | None, kind: Kind) -> None:
         """Report and collect reports until all but one rank have spoken or patience ends."""
-        with suppress(RuntimeError):
-            self.store.set(str(self.rank), json.dumps([peer, kind]))
+        with suppress(RuntimeError, FabricClosed):
+            store = PrefixStore("syncline/inquest", self.find_group().get_group_store())
+            store.set(str(self.rank), json.dumps([peer, kind]))
             self.give_up_connections()
             until = time.monotonic() + PATIENCE_S
             while len(self.reports) < self.world - 1 and time.monotonic() < until:
-                self._collect()
+                self._collect(store)
                 time.sleep(PAUSE_S)
 
-    def _collect(self) -> None:
+    def _collect(self, store: Store) -> None:
         for rank in range(self.world):
-            if rank not in self.reports and self.store.check([str(rank)]):
-                whom, how = json.loads(self.store.get(str(rank)))
+            if rank not in self.reports and store.check([str(rank)]):
+                whom, how = json.loads(store.get(str(rank)))
                 self.reports[rank] = (whom, how)
 
     def give_up_connections(self) -> None:
@@ -80,9 +81,10 @@ class Inquest:
 
         Gloo cannot be told to abort, but it closes all connections of a group when one wait times out: so one does.
         """
+        group = self.find_group()
         with suppress(RuntimeError, NotImplementedError):
-            self.group.abort()
+            group.abort()
         for peer in (rank for rank in range(self.world) if rank != self.rank):
             with suppress(RuntimeError):  # from one that is gone it fails without waiting, so all are tried
                 nothing = torch.empty(1, dtype=torch.uint8)
-                self.group.recv([nothing], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+                group.recv([nothing], peer, NEVER_SENT).wait(timedelta(milliseconds=1))

@@ -95,6 +95,10 @@ class ShmFabric(Fabric):
             meeting.address, rank, world, meeting.nonce, deadlines.operation, deadlines.join
         )
 
+    @property
+    def outlived(self) -> bool:
+        return self.engine is not None and self.engine.outlived
+
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A zeroed flat tensor that peers reach in place. The memory lives as long as the tensor."""
         if numel == 0:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar
@@ -52,20 +53,35 @@ class TorchFabric(MessageFabric):
             raise ConfigError("this rank is not a member of the process group; make the fabric on its members")
         rank, world = chosen.rank(), chosen.size()
         super().__init__(rank, world, ((rank,),), deadlines or Deadlines())
-        self.group = chosen
+        # The world's store keeps its port, and what was said in it, until nobody holds the group that the user destroys.
+        self.find_group: Callable[[], dist.ProcessGroup | None] = (
+            weakref.ref(chosen) if chosen is dist.group.WORLD else lambda: chosen
+        )
         self.backend = dist.get_backend(chosen)
         self.owns_group = owns_group
         if self.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
             self.receives_ahead = False
-        self.inquest = Inquest(chosen, rank, world)
+        self.inquest = Inquest(lambda: self.group, rank, world)
         self.judging = threading.Lock()
         self.starting = threading.Lock()
         self.aloft: list[dist.Work] = []  # calls of the engine
-        self.board = Board(chosen, rank)
+        self.board = Board(lambda: self.group, rank)
         self.hosts, self.nonce = self._meet()
         if len(self.hosts) > 1:
             self.segment_bytes = BETWEEN_HOSTS_BYTES
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, until this fabric is closed or the user destroys it."""
+        group = self.find_group()
+        if group is None:
+            raise FabricClosed("the fabric is closed, or its process group was destroyed; make a new one")
+        return group
+
+    @property
+    def outlived(self) -> bool:
+        return not self.is_closed and self.find_group() not in _world.pg_map
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> TorchPending:
         try:
@@ -194,9 +210,7 @@ class TorchFabric(MessageFabric):
             time.sleep(0.005)
 
     def _close(self, drain: bool) -> None:
-        board: Board | None = vars(self).get("board")
-        if board is not None:
-            board.close()  # before others notice, who will want to know how far this rank came
+        self.board.close()  # before others notice, who will want to know how far this rank came
         if not drain and self.worker.busy():
             with self.starting:  # and nobody else is to blame
                 self.broken = FabricClosed("the fabric was closed while a call was under way")
@@ -204,10 +218,8 @@ class TorchFabric(MessageFabric):
             self.inquest.give_up_connections()
         super()._close(drain)
         # Torch ends the group's threads when the last reference goes, and must not find that one at exit.
-        group = vars(self).pop("group", None)
-        vars(self).pop("inquest", None)
-        vars(self).pop("board", None)
-        if group is not None and self.owns_group and dist.is_initialized():  # whichever thread closes it first
+        group, self.find_group = self.find_group(), lambda: None
+        if self.owns_group and group in _world.pg_map:  # whichever thread closes it first, if the user has not
             dist.destroy_process_group(None if group is dist.group.WORLD else group)
         self.owns_group = False
 

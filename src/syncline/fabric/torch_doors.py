@@ -6,7 +6,7 @@ The store has to outlive the rank that died: the one of `run` is kept by the sta
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import ClassVar
@@ -29,12 +29,17 @@ class TorchNewcomer(Newcomer):
 
 
 class TorchDoors(Doors):
-    """Of the ranks of a process group."""
+    """Of the ranks of a process group, whose store is asked for when it is needed: the user may destroy the group."""
 
-    def __init__(self, store: Store, backend: str, deadlines: Deadlines) -> None:
-        self.store = PrefixStore("syncline/doors", store)
+    def __init__(self, find_store: Callable[[], Store], backend: str, deadlines: Deadlines) -> None:
+        self.find_store = find_store
         self.backend = backend
         self.deadlines = deadlines
+
+    @property
+    def store(self) -> Store:
+        """The part of the store that is about newcomers."""
+        return PrefixStore("syncline/doors", self.find_store())
 
     def open(self, place: str) -> TorchDoor:
         return TorchDoor(self, place)

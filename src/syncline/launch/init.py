@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from syncline.current import use_in_process
+from syncline.current import current, latest, of_run, use_in_process
 from syncline.errors import ConfigError, JoinFailed, OutOfSharedMemory, UnknownName
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.shm import MOST_RANKS, Meeting, ShmFabric, missing
 from syncline.fabric.shm_doors import ShmDoors, ShmNewcomer
-from syncline.fabric.threads import Threads
+from syncline.fabric.threads import Threads, ThreadsFabric
 from syncline.fabric.torch import TorchFabric
 from syncline.fabric.torch_doors import TorchDoors
 from syncline.launch.torch import newcomer
@@ -40,13 +40,16 @@ def init(
     CUDA, Gloo elsewhere, or `backend`. Outside torchrun it is a world of one, and everything still works.
 
     CPU ranks that all share a host talk through shared memory, and through the process group where that cannot be;
-    `fabric="shm"` makes that an error, `fabric="torch"` does not try.
+    `fabric="shm"` makes that an error, `fabric="torch"` does not try. Inside `run` it is the fabric of `run`.
 
     `rejoin` is for a process that takes the place of one that died, in a job that was started by hand, with the same
     environment. Modes async and bounded take such newcomers. Under torchrun there are none: it starts all ranks again.
     """
     if fabric not in FABRICS:
         raise UnknownName("fabric", fabric, FABRICS)
+    inside = of_run()
+    if inside is not None and not rejoin and (isinstance(inside, ThreadsFabric) or not dist.is_initialized()):
+        return same_as_asked(inside, fabric, deadlines)
     deadlines = deadlines or Deadlines()
     joined: Fabric
     if rejoin:
@@ -56,7 +59,7 @@ def init(
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         joined = join_torchrun(backend, deadlines)
     else:
-        joined = Threads(deadlines=deadlines).group(1).fabric(0)
+        joined = Lone(Threads(deadlines=deadlines).group(1), 0)
     if isinstance(joined, TorchFabric) and fabric != "torch":
         group = joined
         joined = share_memory(group, required=fabric == "shm")
@@ -66,6 +69,41 @@ def init(
     use_in_process(joined)
     atexit.register(joined.close, drain=False)
     return joined
+
+
+def find(fabric: str) -> Fabric:
+    """The current fabric where it is what was asked for, else the one that `init` makes."""
+    found, before = current(), latest()
+    if found is not None and (fabric in ("auto", found.name) or isinstance(found, Lone)):
+        return found
+    if fabric == "torch" and isinstance(found, ShmFabric) and found.engine is not None:
+        return found.engine
+    if found is None and before is not None and before.world > 1 and not dist.is_initialized():
+        raise ConfigError(
+            f"this process was rank {before.rank} of {before.world}, and its process group was destroyed or its fabric "
+            f"closed; make another with dist.init_process_group(), or call syncline.init() to begin anew"
+        )
+    return init(fabric=fabric)
+
+
+class Lone(ThreadsFabric):
+    """A world of one, outside torchrun, until there is a process group of more."""
+
+    @property
+    def outlived(self) -> bool:
+        return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def same_as_asked(inside: Fabric, fabric: str, deadlines: Deadlines | None) -> Fabric:
+    """The fabric of `run`, if that is what was asked for in it."""
+    if fabric not in ("auto", inside.name):
+        raise ConfigError(
+            f'fabric="{fabric}" was asked for inside run(), whose ranks talk over {inside.name}; '
+            f'say run(..., fabric="{fabric}"), or fabric="auto" here'
+        )
+    if deadlines not in (None, inside.deadlines):
+        raise ConfigError(f"{deadlines} was given inside run(), which has {inside.deadlines}; give it to run()")
+    return inside
 
 
 def join_torchrun(backend: str, deadlines: Deadlines) -> TorchFabric:
@@ -82,19 +120,19 @@ def open_doors(fabric: Fabric, group: TorchFabric) -> None:
     """Newcomers are possible where ranks were started by hand; rank 0 says in the store where they knock."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
-    store = base_of(group.group.get_group_store())
     told = TALK
     if isinstance(fabric, ShmFabric):
         fabric.doors = ShmDoors(fabric.meeting, fabric.deadlines)
         told = fabric.meeting.nonce.hex()
     else:
-        fabric.doors = TorchDoors(store, group.backend, fabric.deadlines)
+        fabric.doors = TorchDoors(lambda: base_store_of(group), group.backend, fabric.deadlines)
     if fabric.rank == 0:
-        store.set(WHERE, told)
+        base_store_of(group).set(WHERE, told)
 
 
-def base_of(store: Store) -> Store:
+def base_store_of(group: TorchFabric) -> Store:
     """The store itself, without the prefixes of groups, as a newcomer finds it."""
+    store = group.group.get_group_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
@@ -116,7 +154,7 @@ def come_later(deadlines: Deadlines) -> Fabric:
     except RuntimeError as error:
         raise JoinFailed(f"there is no job at {address}:{port} that rank {rank} could rejoin: {error}") from error
     if told == TALK:
-        return newcomer(rank, world, incarnation, TorchDoors(store, "gloo", deadlines))
+        return newcomer(rank, world, incarnation, TorchDoors(lambda: store, "gloo", deadlines))
     return ShmNewcomer(rank, world, incarnation, ShmDoors(Meeting(bytes.fromhex(told)), deadlines))
 
 
@@ -135,6 +173,8 @@ def share_memory(group: TorchFabric, required: bool = False) -> Fabric:
             shared.close()
     reason = reason or "another rank cannot"
     if required:
+        group.owns_group = False  # whoever tries again finds it
+        group.close(drain=False)
         raise ConfigError(f'fabric="shm" is not possible here: {reason}; use fabric="auto" to fall back to torch')
     log.info("ranks talk through torch.distributed and not through shared memory: %s", reason)
     return group

@@ -52,7 +52,7 @@ class JoinTorch:
         patience = timedelta(seconds=self.deadlines.join)
         store = FileStore(self.path)
         store.set_timeout(patience)
-        doors = TorchDoors(store, self.backend, self.deadlines)
+        doors = TorchDoors(lambda: store, self.backend, self.deadlines)
         if life.incarnation:
             return newcomer(rank, world, life.incarnation, doors)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=world, timeout=patience)
