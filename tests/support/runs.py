@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -31,6 +32,7 @@ class Run:
         self.model = fill(scenario.model(), seed)
         self.callable: nn.Module = self.model  # what is called in forward
         self.optimizers = scenario.optimizers(self.model)
+        self.scaler = scenario.scaler() if scenario.scaler is not None else None
         self.noted: list[Any] = []  # what must be equal on all ranks, and in one process
 
     @property
@@ -42,8 +44,11 @@ class Run:
         losses = [(of or self.scenario.loss)(self.callable, Batch(rank, step)) for rank in self.ranks]
         return sum(losses[1:], losses[0]) / len(losses)
 
-    def backward(self, step: int) -> None:
-        self.loss(step).backward()
+    def backward(self, step: int, of: Callable[[nn.Module, Batch], Tensor] | None = None) -> None:
+        self.backward_of(self.loss(step, of))
+
+    def backward_of(self, loss: Tensor) -> None:
+        torch.autograd.backward(loss)
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -63,8 +68,18 @@ class Run:
     def wait(self) -> None:
         """Until gradients are means."""
 
+    def drain(self) -> None:
+        """Until all that is under way is used."""
+
+    def loaded(self) -> None:
+        """All ranks have loaded the same weights."""
+
     def mean(self, loss: Tensor) -> Tensor:
         return loss.detach()
+
+    def note(self, model: nn.Module) -> None:
+        """Parameters, rounded, that must be those of one process."""
+        self.noted += [[round(value, 8) for value in p.detach().flatten().tolist()] for p in model.parameters()]
 
     def note_absent_gradients(self) -> None:
         self.noted.append([name for name, p in clean(self.model.named_parameters()) if p.grad is None])
@@ -91,7 +106,7 @@ class SyncRun(Run):
         if not self.scenario.parts:
             self.callable, watched = self.scenario.compile(self.model)
             given = self.optimizer if len(self.optimizers) == 1 else self.optimizers
-            return [syncline.Sync(watched, given, fabric=self.fabric, **settings)]
+            return [syncline.Sync(watched, given, fabric=self.fabric, scaler=self.scaler, **settings)]
         optimizers = self.optimizers * (len(self.scenario.parts) // len(self.optimizers))
         parts = zip(self.scenario.parts, optimizers, strict=True)
         return [
@@ -101,6 +116,11 @@ class SyncRun(Run):
     @property
     def sync(self) -> syncline.Sync:
         return self.syncs[0]
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether the other ranks are servers."""
+        return "apart=true" in str(self.scenario.settings.get("mode"))
 
     def no_sync(self) -> AbstractContextManager[None]:
         stack = ExitStack()
@@ -112,7 +132,17 @@ class SyncRun(Run):
         for sync in self.syncs:
             sync.wait()
 
+    def drain(self) -> None:
+        for sync in self.syncs:
+            sync.drain()
+
+    def serves(self) -> bool:
+        """Whether this rank is a server and nothing else, until all workers have left."""
+        return all(sync.serve() for sync in self.syncs)
+
     def mean(self, loss: Tensor) -> Tensor:
+        if self.trains_alone:
+            return loss.detach()
         return self.fabric.all_reduce(loss.detach().clone(), op="mean", collective="direct")
 
 

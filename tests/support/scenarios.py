@@ -122,6 +122,7 @@ class Scenario:
     model: Callable[[], nn.Module] = mlp
     loss: Callable[[nn.Module, Batch], Tensor] = squared
     optimizers: Optimizers = MOMENTUM
+    scaler: Callable[[], torch.amp.GradScaler] | None = None  # that Sync is given
     settings: dict[str, Any] = field(default_factory=dict)  # of Sync
     parts: tuple[str, ...] = ()  # modules with a Sync of their own
     compile: Callable[[nn.Module], tuple[nn.Module, nn.Module]] = as_it_is  # what is called, and what is watched
