@@ -2,105 +2,108 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import cache, partial
 
 import pytest
 
 import syncline
-from support.catalogue import PROCESS_FABRICS, one_now_others_slow
+from support.catalogue import PROCESS_FABRICS
 from support.on_a_line import Turns
-from support.parity import CASES, MODES, Refused, Wrong, simulated, train, train_all
+from support.parity import (
+    CASES,
+    MODES,
+    Refused,
+    Wrong,
+    assert_as_simulated,
+    assert_nobody_had_to_refuse,
+    expectation,
+    is_right,
+    train,
+    train_all,
+)
 from support.runs import DEADLINES, Result
-from support.weights import assert_close, assert_replicas
-from syncline.errors import ConfigError, Desync, RankFailed
+from syncline.errors import RankFailed, SynclineError
 
 HASTY = syncline.Deadlines(2.0, join=60.0)  # of what fails anyway
-REFUSALS = (ConfigError, Desync)
-OF_PROCESSES = tuple(mode for mode in MODES if mode != "async")  # whose order nobody can tell
+OF_PROCESSES = tuple(mode for mode in MODES if mode != "async")  # of which nobody knows the order
 
 
-def expectation(name: str, mode: str) -> Refused | Wrong | None:
-    return CASES[name].but.get(mode.partition(",")[0])
+def marks_of(expected: Refused | Wrong | None) -> tuple:
+    if not isinstance(expected, Wrong):
+        return ()
+    return (pytest.mark.xfail(strict=True, raises=expected.fails_with, reason=expected.row),)
 
 
-def cells() -> list:
-    """Every case in every mode; where ranks come to the reference, in worlds of all sizes."""
-    found = []
-    for mode, (_, worlds, *_) in MODES.items():
+def worlds_of(mode: str, expected: Refused | Wrong | None) -> tuple[int, ...]:
+    """All sizes, where ranks come to the reference."""
+    worlds = MODES[mode].worlds
+    if expected is None:
+        return worlds
+    return (expected.world if isinstance(expected, Wrong) and expected.world else worlds[0],)
+
+
+def cells() -> Iterator:
+    for mode in MODES:
         for name in CASES:
             expected = expectation(name, mode)
-            marks = ()
-            if isinstance(expected, Wrong):
-                marks = pytest.mark.xfail(strict=True, raises=expected.fails_with, reason=expected.row)
-                worlds_here = (expected.world or worlds[0],)
-            else:
-                worlds_here = worlds if expected is None else worlds[:1]
-            for world in worlds_here:
-                found.append(pytest.param(name, mode, world, marks=marks, id=f"{mode}-{name}-{world}"))
-    return found
+            for world in worlds_of(mode, expected):
+                yield pytest.param(name, mode, world, marks=marks_of(expected), id=f"{mode}-{name}-{world}")
 
 
-def on_threads(name: str, mode: str, world: int) -> list[Result]:
-    turns = Turns(world) if mode == "async" else None
-    expected = expectation(name, mode)
-    fails = isinstance(expected, Wrong) and expected.fails_with is RankFailed
-    return syncline.run(
-        partial(train, name=name, mode=mode, turns=turns), world, "threads", HASTY if fails else DEADLINES
-    )
+def fails(expected: Refused | Wrong | None) -> bool:
+    """Whether ranks do not come to an end today."""
+    return isinstance(expected, Wrong) and expected.fails_with is RankFailed
 
 
-def assert_as_simulated(name: str, mode: str, ranks: Sequence[Result]) -> None:
-    """Parameters, and what the loop has noted; where ranks are in step, they have the same bits."""
-    if MODES[mode].alike:
-        assert_replicas([replace(one, noted=[]) for one in ranks])
-    expected = simulated(name, mode, len(ranks))
-    for one, wanted in zip(ranks[: len(expected)], expected, strict=True):  # servers are the last ranks
-        assert_close(one.parameters, wanted.parameters, CASES[name].tolerance)
-        assert one.noted == wanted.noted
-
-
-def first_error(failed: RankFailed) -> BaseException:
-    return next(iter(failed.failures.values()))
-
-
-@pytest.mark.parametrize(("name", "mode", "world"), cells())
+@pytest.mark.parametrize(("name", "mode", "world"), list(cells()))
 def test_every_mode_does_what_plain_torch_does_or_refuses(name: str, mode: str, world: int) -> None:
     expected = expectation(name, mode)
-    only = expected if isinstance(expected, Refused) else expected.only if isinstance(expected, Wrong) else None
+    work = partial(train, name=name, mode=mode, turns=Turns(world) if mode == "async" else None)
     try:
-        ranks = on_threads(name, mode, world)
+        ranks = syncline.run(work, world, "threads", HASTY if fails(expected) else DEADLINES)
     except RankFailed as failed:
-        error = first_error(failed)
-        if only is not None and isinstance(error, only.kind) and re.search(only.says, str(error)):
+        if is_right(expected, next(iter(failed.failures.values()))):
             return
-        if isinstance(expected, Wrong) and only is None and isinstance(error, REFUSALS):
-            return  # that is as right as the right answer
         raise
-    assert only is None, f"nobody refused, though the only right answer is {only}"
+    assert_nobody_had_to_refuse(expected)
     assert_as_simulated(name, mode, ranks)
 
 
+# On every fabric
+
+
+def cells_of_processes() -> Iterator:
+    """Without what fails, and with what is refused only when it should be."""
+    for fabric in PROCESS_FABRICS:
+        for name, mode in in_one_life():
+            marks = [*marks_of(expectation(name, mode)), pytest.mark.xdist_group(f"parity on {fabric}")]
+            if fabric == "torch":
+                marks.append(pytest.mark.slow)
+            yield pytest.param(name, mode, fabric, marks=marks, id=f"{mode}-{name}-{fabric}")
+
+
+def in_one_life() -> list[tuple[str, str]]:
+    cells = [(name, mode, expectation(name, mode)) for mode in OF_PROCESSES for name in CASES]
+    return [(name, mode) for name, mode, expected in cells if not isinstance(expected, Refused) and not fails(expected)]
+
+
 @cache
-def in_processes(fabric: str) -> list[dict[tuple[str, str], Result]] | RankFailed:
-    """All cases that come to the reference in one life of each rank, or how that failed."""
-    pairs = [(name, mode) for mode in OF_PROCESSES for name in CASES if expectation(name, mode) is None]
+def in_processes(fabric: str) -> list[dict[tuple[str, str], Result | SynclineError]] | RankFailed:
+    """All cases in one life of each rank, or how that failed."""
     try:
-        return syncline.run(partial(train_all, pairs=pairs), 2, fabric, DEADLINES)
+        return syncline.run(partial(train_all, pairs=in_one_life()), 2, fabric, DEADLINES)
     except RankFailed as error:
         return error
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("parity in processes")  # which run once
-@pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS[::-1]))
-@pytest.mark.parametrize("mode", OF_PROCESSES)
-def test_every_mode_does_on_every_fabric_what_plain_torch_does(mode: str, fabric: str) -> None:
-    ranks = in_processes(fabric)
-    if isinstance(ranks, RankFailed):
-        raise ranks
-    for name in CASES:
-        if expectation(name, mode) is None:
-            assert_as_simulated(name, mode, [results[name, mode] for results in ranks])
+@pytest.mark.parametrize(("name", "mode", "fabric"), list(cells_of_processes()))
+def test_every_fabric_does_what_plain_torch_does(name: str, mode: str, fabric: str) -> None:
+    lives = in_processes(fabric)
+    if isinstance(lives, RankFailed):
+        raise lives
+    ranks = [results[name, mode] for results in lives]
+    if all(isinstance(one, SynclineError) and is_right(expectation(name, mode), one) for one in ranks):
+        return
+    assert_as_simulated(name, mode, ranks)

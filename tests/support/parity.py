@@ -1,29 +1,28 @@
-"""The page of cases of the parity suite: loops as users write them, each for every mode. Light: ranks import it.
+"""The page of cases of the parity suite: loops as users write them, in every mode. Light: ranks import it.
 
 What a case comes to in a mode is in its table, and is that of `support.simulated` where nothing else is said.
 """
 
 from __future__ import annotations
 
-import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import syncline
-from support.batches import ROWS, Batch, generator_of
-from support.losses import of_branches, squared
-from support.models import Branches, Pair, frozen_below, mlp
+from support.losses import of_branches
+from support.models import Branches, Pair, frozen_below
 from support.on_a_line import Turns
-from support.runs import Result, Run, SyncRun
-from support.scenarios import ADAM, MOMENTUM, Optimizers, Scenario, of_parts, one
+from support.runs import Result, SyncRun
+from support.scenarios import ADAM, Scenario, of_parts, one
 from support.simulated import (
     Delayed,
     Follow,
@@ -36,347 +35,48 @@ from support.simulated import (
     in_one_process,
     in_threads,
 )
-from syncline.errors import ConfigError, RankFailed
-
-STEPS = 7  # two periods of three steps, and one step
-EVERY = 3
-
-# Loops
-
-
-def one_step(run: Run, step: int) -> None:
-    run.zero_grad()
-    run.backward(step)
-    run.step()
-
-
-def plain(run: Run) -> None:
-    for step in range(STEPS):
-        one_step(run, step)
-
-
-def kept_by_turns(run: Run, to_none: Sequence[bool]) -> None:
-    """Gradients are zeroed in place or set to None, by turns."""
-    for step in range(STEPS):
-        for optimizer in run.optimizers:
-            optimizer.zero_grad(set_to_none=to_none[step % len(to_none)])
-        run.backward(step)
-        run.step()
-
-
-def changed(run: Run, change: Callable[[Run, int], None]) -> None:
-    """Gradients are changed between backward and step."""
-    for step in range(STEPS):
-        run.zero_grad()
-        run.backward(step)
-        change(run, step)
-        run.step()
-
-
-def clip_norm(run: Run, step: int) -> None:
-    run.noted.append(bool(nn.utils.clip_grad_norm_(run.model.parameters(), 0.1) > 0.1))
-
-
-def clip_value(run: Run, step: int) -> None:
-    nn.utils.clip_grad_value_(run.model.parameters(), 0.02)
-
-
-def add_noise(run: Run, step: int) -> None:
-    """The same on all ranks."""
-    generator = generator_of(step, 5)
-    for parameter in run.model.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-        if parameter.grad is not None:
-            parameter.grad += 0.1 * drawn
-
-
-def through_data(run: Run, step: int, change: Callable[[Tensor], Tensor | None]) -> None:
-    """As older code does it, past autograd."""
-    for parameter in run.model.parameters():
-        if parameter.grad is not None and (found := change(parameter.grad.data)) is not None:
-            parameter.grad.data = found
-
-
-def replaced(run: Run, step: int) -> None:
-    for parameter in run.model.parameters():
-        if parameter.grad is not None:
-            parameter.grad = 0.5 * parameter.grad.detach()
-
-
-def pairs(run: Run, pause: bool = False, clip: bool = False) -> None:
-    """Two backward passes a step."""
-    for step in range(STEPS):
-        run.optimizer.zero_grad(set_to_none=step % 2 == 0)
-        if pause:
-            with run.no_sync():
-                run.backward(2 * step)
-        else:
-            run.backward(2 * step)
-        run.backward(2 * step + 1)
-        if clip:
-            clip_norm(run, step)
-        run.optimizer.step()
-
-
-def real_from_fake(run: Run) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """The losses of the critic and of the generator."""
-    generator, critic = run.model.generator, run.model.critic
-
-    def of_critic(_: nn.Module, batch: Batch) -> Tensor:
-        scores = critic(torch.cat([batch.y, generator(batch.x).detach()]))
-        return (scores[:ROWS] - 1).square().mean() + scores[ROWS:].square().mean()
-
-    def of_generator(_: nn.Module, batch: Batch) -> Tensor:
-        return (critic(generator(batch.x)) - 1).square().mean()
-
-    return of_critic, of_generator
-
-
-def adversaries(run: Run) -> None:
-    """The usual loop of a GAN: the critic learns, then the generator through the critic."""
-    for_generator, for_critic = run.optimizers
-    of_critic, of_generator = real_from_fake(run)
-    for step in range(STEPS):
-        for_critic.zero_grad()
-        run.backward(step, of_critic)
-        for_critic.step()
-        for_generator.zero_grad()
-        run.backward(step, of_generator)
-        for_generator.step()
-
-
-def seldom(run: Run) -> None:
-    """The second optimizer steps every third time."""
-    first, second = run.optimizers
-    for step in range(STEPS):
-        run.zero_grad()
-        run.backward(step)
-        first.step()
-        if step % 3 == 2:
-            second.step()
-
-
-def moving_average(run: Run, averaged: Callable[[nn.Module], nn.Module]) -> None:
-    """Of the weights after every step."""
-    average = averaged(run.model)
-    for step in range(STEPS):
-        one_step(run, step)
-        if isinstance(average, AveragedModel):
-            average.update_parameters(run.model)
-        else:
-            with torch.no_grad():
-                for mean, parameter in zip(average.parameters(), run.model.parameters(), strict=True):
-                    mean.lerp_(parameter, 0.3)
-    run.note(average)
-
-
-def copied_by_hand(model: nn.Module) -> nn.Module:
-    other = mlp()
-    other.load_state_dict(model.state_dict())
-    return other
-
-
-def sharpness_aware(run: Run) -> None:
-    """SAM: up to where the loss is worst, its gradient there, back again, and a step with it."""
-    for step in range(STEPS):
-        run.zero_grad()
-        run.backward(step)
-        with torch.no_grad():
-            gradients = [(p, p.grad.clone()) for p in run.model.parameters() if p.grad is not None]
-            norm = sum(gradient.square().sum() for _, gradient in gradients) ** 0.5 + 1e-12
-            for parameter, gradient in gradients:
-                parameter.add_(0.05 * gradient / norm)
-        run.zero_grad()
-        run.backward(step)
-        with torch.no_grad():
-            for parameter, gradient in gradients:
-                parameter.sub_(0.05 * gradient / norm)
-        run.step()
-
-
-def with_closures(run: Run) -> None:
-    """LBFGS evaluates the loss as often as it likes."""
-
-    def closure(step: int) -> Tensor:
-        run.optimizer.zero_grad()
-        loss = run.loss(step)
-        run.backward_of(loss)
-        return loss.detach() if trains_alone(run) else run.mean(loss)
-
-    for step in range(STEPS):
-        run.optimizer.step(partial(closure, step))
-
-
-def trains_alone(run: Run) -> bool:
-    """Whether ranks go different ways between two steps, so that none can ask the others inside one."""
-    return run.scenario.settings["mode"].partition(":")[0] in PERIODIC
-
-
-def surgery(run: Run) -> None:
-    """Gradients of two tasks are kept over zero_grad(), by reference, and put together."""
-
-    def other_task(model: nn.Module, batch: Batch) -> Tensor:
-        return (model(batch.x) + 2 * batch.y).abs().mean()
-
-    for step in range(STEPS):
-        kept = []
-        for task in (squared, other_task):
-            run.zero_grad()
-            run.backward(step, task)
-            kept.append([p.grad for p in run.model.parameters()])
-        for parameter, first, second in zip(run.model.parameters(), *kept, strict=True):
-            if first is not None and second is not None:
-                parameter.grad = first + 0.5 * second
-        run.step()
-
-
-def scheduled(run: Run, make: Callable[[Optimizer], Any]) -> None:
-    schedule = make(run.optimizer)
-    for step in range(STEPS):
-        one_step(run, step)
-        schedule.step()
-        run.noted.append(schedule.get_last_lr())
-
-
-def by_plateau(run: Run) -> None:
-    """On the mean loss of all ranks, which all of them have."""
-    schedule = ReduceLROnPlateau(run.optimizer, factor=0.5, patience=0, threshold=0.05)
-    for step in range(STEPS):
-        one_step(run, step)
-        with torch.no_grad():
-            schedule.step(run.mean(run.loss(0)).item())
-        run.noted.append(schedule.get_last_lr())
-
-
-def sequential(optimizer: Optimizer) -> SequentialLR:
-    first = LinearLR(optimizer, 0.2, total_iters=2)
-    return SequentialLR(optimizer, [first, CosineAnnealingLR(optimizer, STEPS)], [2])
-
-
-def reloaded(run: Run, weights: bool, state: bool) -> None:
-    """All ranks load what all had saved two steps before, or the weights of a model that was trained elsewhere."""
-    other = {name: 0.5 * tensor.cos() for name, tensor in run.model.state_dict().items()}
-    for step in range(STEPS):
-        if step == 3:
-            run.drain()
-            saved = copy.deepcopy(run.optimizer.state_dict())
-        if step == 5 and weights:
-            run.model.load_state_dict(other)
-            run.loaded()
-        if step == 5 and state:
-            run.optimizer.load_state_dict(saved)
-        one_step(run, step)
-
-
-def after_each_step(run: Run, change: Callable[[nn.Module], None]) -> None:
-    for step in range(STEPS):
-        one_step(run, step)
-        change(run.model)
-
-
-@torch.no_grad()
-def clamp(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.clamp_(-0.3, 0.3)
-
-
-def with_hooks(run: Run, put: Callable[[nn.Module, Sequence[Optimizer]], None]) -> None:
-    """Set after Sync was made."""
-    put(run.model, run.optimizers)
-    plain(run)
-
-
-def evaluated(run: Run) -> None:
-    for step in range(STEPS):
-        one_step(run, step)
-        if step % 2:
-            run.model.eval()
-            with torch.no_grad():
-                run.noted.append(bool(run.loss(step).isfinite()))
-            run.model.train()
-
-
-def frozen_later(run: Run) -> None:
-    for step in range(STEPS):
-        run.let_learn(run.model[0], step < 3)
-        one_step(run, step)
-
-
-def unfrozen_later(run: Run) -> None:
-    for step in range(STEPS):
-        run.let_learn(run.model[2], step >= 3)
-        one_step(run, step)
-
-
-def scaled(run: Run) -> None:
-    for step in range(STEPS):
-        run.zero_grad()
-        run.backward_of(run.scaler.scale(run.loss(step)))
-        run.scaler.unscale_(run.optimizer)
-        clip_norm(run, step)
-        run.scaler.step(run.optimizer)
-        run.scaler.update()
-        run.noted.append(run.scaler.get_scale())
-
-
-def infinite_once(model: nn.Module, batch: Batch) -> Tensor:
-    return squared(model, batch) * (torch.inf if batch.rank and batch.step == 2 else 1.0)
-
-
-def nan_once(model: nn.Module, batch: Batch) -> Tensor:
-    return squared(model, batch) * (torch.nan if (batch.rank, batch.step) == (0, 2) else 1.0)
-
-
-# Hooks; linear ones, so that ranks may set them on gradients of their own
-
-
-def halve(gradient: Tensor) -> Tensor:
-    return 0.5 * gradient
-
-
-def halve_another(parameter: Tensor) -> None:
-    """Not in place, where a bucket that has left may or may not see it in time."""
-    parameter.grad = 0.5 * parameter.grad
-
-
-def put_tensor_hooks(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    for parameter in model.parameters():
-        parameter.register_hook(halve)
-
-
-def put_accumulate_hooks(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(halve_another)
-
-
-def put_step_hooks(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """That change gradients before the step."""
-
-    def halve_all(optimizer: Optimizer, *_: object) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    halve_another(parameter)
-
-    for optimizer in optimizers:
-        optimizer.register_step_pre_hook(halve_all)
-
-
-def put_clamping_hooks(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """That change weights after the step."""
-    for optimizer in optimizers:
-        optimizer.register_step_post_hook(lambda *_: clamp(model))
-
-
-def hooked(put: Callable[[nn.Module, Sequence[Optimizer]], None], made: Optimizers = MOMENTUM) -> Optimizers:
-    """Hooks that were set before Sync is made."""
-
-    def make(model: nn.Module) -> list[Optimizer]:
-        optimizers = made(model)
-        put(model, optimizers)
-        return optimizers
-
-    return make
+from support.user_loops import (
+    STEPS,
+    add_noise,
+    adversaries,
+    after_each_step,
+    by_plateau,
+    changed,
+    clamp,
+    clip_norm,
+    clip_value,
+    copied_by_hand,
+    evaluated,
+    frozen_later,
+    hooked,
+    infinite_once,
+    kept_by_turns,
+    moving_average,
+    nan_once,
+    pairs,
+    plain,
+    put_accumulate_hooks,
+    put_clamping_hooks,
+    put_step_hooks,
+    put_tensor_hooks,
+    reloaded,
+    replaced,
+    scaled,
+    scheduled,
+    seldom,
+    sequential,
+    sharpness_aware,
+    surgery,
+    through_data,
+    uneven_epochs,
+    unfrozen_later,
+    with_closures,
+    with_hooks,
+)
+from support.weights import assert_close, assert_replicas
+from syncline.errors import ConfigError, Desync, RankFailed, SynclineError
+
+EVERY = 3  # steps of a period
 
 
 def of_layers(model: nn.Module) -> list[Optimizer]:
@@ -427,6 +127,8 @@ NO_DELAY = Wrong(
     RankFailed,
     Refused(ConfigError, "closure|delayed"),
 )
+ODD = Wrong("path: accumulate=2 with an odd number of batches an epoch, or a last partial one, with clipping")
+HOOKS = Wrong("path: a post-accumulate hook that changes gradients, set after Sync")
 KEPT = Wrong("path: gradients kept by reference over zero_grad()")
 NO_CLOSURE = Wrong(
     "none: servers step without the closure that the optimizer needs, and are lost",
@@ -469,6 +171,17 @@ CASES: dict[str, Case] = {
     "no_sync": Case(loop=partial(pairs, pause=True)),
     "accumulate, clipped": Case(loop=partial(pairs, clip=True), settings={"accumulate": 2}),
     "no_sync, clipped": Case(loop=partial(pairs, pause=True, clip=True)),
+    "accumulate, clipped, the last of an epoch stepped with": Case(
+        loop=partial(uneven_epochs, last="stepped with"),
+        settings={"accumulate": 2},
+        but=in_modes(["sync", "delayed"], ODD),
+    ),
+    "accumulate, clipped, the last of an epoch carried over": Case(
+        loop=partial(uneven_epochs, last="carried over"), settings={"accumulate": 2}, but={"sync": ODD}
+    ),
+    "accumulate, clipped, the last of an epoch thrown away": Case(
+        loop=partial(uneven_epochs, last="thrown away"), settings={"accumulate": 2}, but={"sync": ODD}
+    ),
     "GAN": Case(
         loop=adversaries,
         model=Pair,
@@ -522,8 +235,7 @@ CASES: dict[str, Case] = {
     "tensor hooks after Sync": Case(loop=partial(with_hooks, put=put_tensor_hooks)),
     "accumulate hooks before Sync": Case(loop=plain, optimizers=hooked(put_accumulate_hooks)),
     "accumulate hooks after Sync": Case(
-        loop=partial(with_hooks, put=put_accumulate_hooks),
-        but=in_modes(["sync", "delayed"], Wrong("path: a post-accumulate hook that changes gradients, set after Sync")),
+        loop=partial(with_hooks, put=put_accumulate_hooks), but=in_modes(["sync", "delayed"], HOOKS)
     ),
     "step pre-hooks before Sync": Case(loop=plain, optimizers=hooked(put_step_hooks)),
     "step pre-hooks after Sync": Case(loop=partial(with_hooks, put=put_step_hooks), but=in_modes(SERVED, CHANGED)),
@@ -628,11 +340,47 @@ def train(fabric: syncline.Fabric, name: str, mode: str, turns: Turns | None = N
             sync.close()
 
 
-def train_all(fabric: syncline.Fabric, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Result]:
-    """Many cases in one life of a rank."""
-    return {(name, mode): train(fabric, name, mode) for name, mode in pairs}
+def train_all(
+    fabric: syncline.Fabric, pairs: Sequence[tuple[str, str]]
+) -> dict[tuple[str, str], Result | SynclineError]:
+    """Many cases in one life of a rank; those that are refused end early, on all ranks."""
+    results: dict[tuple[str, str], Result | SynclineError] = {}
+    for name, mode in pairs:
+        try:
+            results[name, mode] = train(fabric, name, mode)
+        except SynclineError as error:
+            results[name, mode] = error
+    return results
 
 
+@cache
 def simulated(name: str, mode: str, world: int) -> list[Result]:
-    """What every rank should have."""
+    """What every rank that trains should have."""
     return MODES[mode].simulate(case_of(name, mode), world)
+
+
+def assert_as_simulated(name: str, mode: str, ranks: Sequence[Result]) -> None:
+    """Parameters, and what the loop has noted; where ranks are in step, they have the same bits."""
+    if MODES[mode].alike:
+        assert_replicas([replace(one, noted=[]) for one in ranks])
+    expected = simulated(name, mode, len(ranks))
+    for found, wanted in zip(ranks[: len(expected)], expected, strict=True):  # servers are the last ranks
+        assert_close(found.parameters, wanted.parameters, CASES[name].tolerance)
+        assert found.noted == wanted.noted
+
+
+def expectation(name: str, mode: str) -> Refused | Wrong | None:
+    return CASES[name].but.get(mode.partition(",")[0])
+
+
+def is_right(expected: Refused | Wrong | None, error: BaseException) -> bool:
+    """Whether a refusal is the right answer; where something is wrong today, any is, if none is asked for."""
+    only = expected.only if isinstance(expected, Wrong) else expected
+    if only is not None:
+        return isinstance(error, only.kind) and bool(re.search(only.says, str(error)))
+    return isinstance(expected, Wrong) and isinstance(error, (ConfigError, Desync))
+
+
+def assert_nobody_had_to_refuse(expected: Refused | Wrong | None) -> None:
+    only = expected.only if isinstance(expected, Wrong) else expected
+    assert only is None, f"nobody refused, and the only right answer is {only}"

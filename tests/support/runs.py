@@ -39,6 +39,15 @@ class Run:
     def optimizer(self) -> Optimizer:
         return self.optimizers[0]
 
+    @property
+    def mode(self) -> str:
+        return str(self.scenario.settings.get("mode", "sync"))
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether ranks have as many backward passes as the others, so that they can talk in between."""
+        return self.mode.partition(":")[0] not in ("local", "slowmo", "diloco")
+
     def loss(self, step: int, of: Callable[[nn.Module, Batch], Tensor] | None = None) -> Tensor:
         """The mean over the batches of a step."""
         losses = [(of or self.scenario.loss)(self.callable, Batch(rank, step)) for rank in self.ranks]
@@ -63,6 +72,10 @@ class Run:
         module.requires_grad_(wanted)
 
     def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def more_to_come(self) -> AbstractContextManager[None]:
+        """Around a backward pass that is not the last one before a step, for those who cannot know."""
         return nullcontext()
 
     def wait(self) -> None:
@@ -120,7 +133,7 @@ class SyncRun(Run):
     @property
     def trains_alone(self) -> bool:
         """Whether the other ranks are servers."""
-        return "apart=true" in str(self.scenario.settings.get("mode"))
+        return "apart=true" in self.mode
 
     def no_sync(self) -> AbstractContextManager[None]:
         stack = ExitStack()

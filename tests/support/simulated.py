@@ -84,7 +84,6 @@ class Delayed(Simulated):
         super().__init__(scenario, ranks, world)
         self.fresh: dict[nn.Parameter, Tensor] = {}  # of the last pass
         self.late: dict[nn.Parameter, Tensor] = {}  # of the last step
-        self.backwards = 0
         self.is_paused = self.is_at_hand = False
         self.model.register_forward_pre_hook(lambda *_: self.before_forward())
         if self.scaler is not None:
@@ -92,15 +91,16 @@ class Delayed(Simulated):
             self.scaler.step = lambda optimizer: (step(optimizer), self.commit(optimizer))
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def more_to_come(self) -> Iterator[None]:
         self.is_paused = True
         yield
         self.is_paused = False
 
+    no_sync = more_to_come
+
     def backward_of(self, loss: Tensor) -> None:
         super().backward_of(loss)
-        self.backwards += 1
-        if not self.is_paused and self.backwards % self.scenario.settings.get("accumulate", 1) == 0:
+        if not self.is_paused:
             self.exchange()
 
     def exchange(self) -> None:
@@ -122,7 +122,7 @@ class Delayed(Simulated):
 
     def after_step(self, optimizer: Optimizer) -> None:
         super().after_step(optimizer)
-        self.backwards, self.is_at_hand = 0, False
+        self.is_at_hand = False
         self.commit(optimizer)
 
     def commit(self, optimizer: Optimizer) -> None:
