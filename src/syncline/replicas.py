@@ -107,12 +107,17 @@ def unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
 
 def optimizer_tensors(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[int, str, Tensor]]:
     """The tensors of optimizer states, in the order of their parameters: its position, the name in the state, it."""
+    return optimizer_values(optimizers, Tensor)
+
+
+def optimizer_values(optimizers: Iterable[torch.optim.Optimizer], kind: type) -> Iterator[tuple[int, str, Any]]:
+    """What is of some kind in optimizer states, in the order of parameters: a position, the name in the state, it."""
     position = 0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
-                for name in sorted(key for key, value in state.items() if isinstance(value, Tensor)):
+                for name in sorted(key for key, value in state.items() if isinstance(value, kind)):
                     yield position, name, state[name]
                 position += 1
 

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import syncline
+from support.batches import Batch
+from support.losses import squared
 from support.models import mlp
 from support.trainees import ADAM, Trainee
 from syncline.errors import SynclineError
@@ -18,6 +20,17 @@ from syncline.modes.gradients import GradientDriver
 
 AT = 4  # the step before which something happens
 CULPRIT = 1
+
+
+class Narrow(nn.Sequential):
+    """Computes in 16 bits, and so do its gradients and the verdict that travels with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16()).double()
+
+
+def narrow() -> Narrow:
+    return Narrow(*mlp(torch.bfloat16))
 
 
 class Outcome(NamedTuple):
@@ -108,12 +121,12 @@ def optimizer_is_fresh_on_others(trainee: Trainee, step: int) -> None:
 def a_weight_is_edited(trainee: Trainee, step: int) -> None:
     if is_due(trainee, step):
         with torch.no_grad():
-            trainee.model[2].bias[1] += 1e-9
+            trainee.model[2].bias[1] += 0.5
 
 
 def data_is_edited(trainee: Trainee, step: int) -> None:
     if is_due(trainee, step):
-        trainee.model[2].bias.data[1] += 1e-9
+        trainee.model[2].bias.data[1] += 0.5
 
 
 def rate_is_lowered(trainee: Trainee, step: int) -> None:
@@ -207,6 +220,43 @@ OPTIMIZERS: dict[str, Callable[[int], Callable[..., torch.optim.Optimizer]]] = {
 
 def grouped(parameters: list[Tensor], first: int) -> list[dict[str, Any]]:
     return [{"params": parameters[:first]}, {"params": parameters[first:]}]
+
+
+def counted_alone(trainee: Trainee, step: int) -> None:
+    """All optimizers also count in a plain number; one loads another one."""
+    for state in trainee.optimizer.state.values():
+        state.setdefault("count", 7)
+    if is_due(trainee, step):
+        saved = copy.deepcopy(trainee.optimizer.state_dict())
+        saved["state"][2]["count"] = 8
+        trainee.optimizer.load_state_dict(saved)
+
+
+def start_with_used_optimizers(fabric: syncline.Fabric, mode: str) -> str:
+    """One rank has loaded the state of its optimizer before Sync, and the others have not."""
+    model = mlp()
+    optimizer = ADAM(model.parameters())
+    if fabric.rank == CULPRIT:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
+    try:
+        for step in range(3):
+            optimizer.zero_grad()
+            squared(model, Batch(fabric.rank, step)).backward()
+            optimizer.step()
+    except SynclineError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def start_with_one_scaler(fabric: syncline.Fabric, mode: str) -> str:
+    try:
+        Trainee(fabric, mode, scale=1024.0 * (fabric.rank == CULPRIT)).sync.close()
+    except SynclineError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def start_with_other_optimizers(fabric: syncline.Fabric, what: str, mode: str, **settings: Any) -> str:

@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "codec": {"codec": "topk:0.5"},
     "halves": {"codec": "fp16"},
     "scaler": {"scale": 1024.0},
-    "accumulate": {"accumulate": 1, "bucket_bytes": 1 << 20},
+    "bfloat16": {"build": diverging.narrow},
 }
 
 
@@ -91,6 +91,26 @@ def test_an_optimizer_state_that_one_rank_has_and_others_have_not_is_found(mode:
     for rank in train(diverging.optimizer_is_fresh_on_others, mode=mode):
         assert rank.error == "ReplicasDiverged", rank.message
         assert "optimizer state exp_avg of 0.weight, which some do not have" in rank.message or mode == "delayed"
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
+def test_an_optimizer_state_that_one_rank_had_before_sync_is_found(mode: str) -> None:
+    work = partial(diverging.start_with_used_optimizers, mode=mode)
+    for told in syncline.run(work, WORLD, "threads", DEADLINES):
+        assert told.startswith("ReplicasDiverged: replicas differ ")
+        assert "on rank 1" in told
+
+
+def test_whole_numbers_in_an_optimizer_state_are_compared() -> None:
+    for rank in train(diverging.counted_alone):
+        assert "optimizer state count of 2.weight is the first of 1 tensors" in rank.message
+
+
+@pytest.mark.parametrize("mode", ["sync", "local"])
+def test_a_scaler_that_only_one_rank_has_is_refused(mode: str) -> None:
+    for told in syncline.run(partial(diverging.start_with_one_scaler, mode=mode), WORLD, "threads", DEADLINES):
+        assert told.startswith("LayoutMismatch")
+        assert "+GradScaler: yes" in told
 
 
 @pytest.mark.parametrize("make", [diverging.Plateau, diverging.ScheduleIsLoaded])

@@ -1,5 +1,8 @@
 """Training steps of several contenders on two ranks each: no synchronization, DDP over Gloo, and ours.
 
+Ours takes part with the divergence guard, as it is, and without it, so that what the guard costs is a figure; its own
+timer gives another one.
+
 Contenders take turns of a few steps, and each is compared with the others of its turn. The first step of a turn does
 not count: caches hold what others have left there, and no training has others in between. Both ranks begin a step
 together, and it is over when the slower one has made it. All start from the same weights and see the same batches; at
@@ -11,11 +14,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Literal
+from statistics import mean, median, quantiles
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +36,13 @@ from syncline.workloads.gpt import SHAPES, make_gpt, next_byte_loss
 from syncline.workloads.mlp import make_many_small, make_mlp
 from syncline.workloads.text import Batches, standard_library
 
-Name = Literal["alone", "ddp", "syncline", "syncline over gloo", "syncline topk"]
-NAMES: tuple[Name, ...] = ("alone", "ddp", "syncline", "syncline over gloo")
-SHARED: dict[Name, str] = {"syncline": "none", "syncline topk": "topk:0.01"}  # codecs, through shared memory
+Name = Literal["alone", "ddp", "syncline", "syncline unguarded", "syncline over gloo", "syncline topk"]
+NAMES: tuple[Name, ...] = ("alone", "ddp", "syncline", "syncline unguarded", "syncline over gloo")
+SHARED: dict[Name, dict[str, Any]] = {  # settings of those that go through shared memory
+    "syncline": {},
+    "syncline unguarded": {"divergence_guard": False},
+    "syncline topk": {"codec": "topk:0.01"},
+}
 NORMAL = math.sqrt(math.pi / 2) / 1.349  # of a normal distribution, whose middle half is 1.349 standard deviations wide
 STEPS = 4  # of a turn, the first of which does not count
 WARM_UP = 1  # turns: buckets are built anew after the first step
@@ -120,7 +127,7 @@ class Contender:
         elif name == "syncline over gloo":
             self.sync = Sync(self.model, self.optimizer, fabric=group)
         elif name in SHARED:
-            self.sync = Sync(self.model, self.optimizer, fabric=share_memory(group), codec=SHARED[name])
+            self.sync = Sync(self.model, self.optimizer, fabric=share_memory(group), **SHARED[name])
         self.loss = workload.loss(trained)
 
     def step(self, number: int) -> None:
@@ -129,12 +136,25 @@ class Contender:
         torch.autograd.backward(self.loss(number, self.rank))
         self.optimizer.step()
 
+    def guard_share(self, turns: Sequence[Sequence[float]]) -> float:
+        """What the divergence guard took, by its own timer, of these steps; waiting for a turn is in none of them."""
+        if self.sync is None:
+            return 0.0
+        return self.sync.report().guard_s / mean(seconds for turn in turns for seconds in turn)
 
-def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats: int) -> list[list[float]]:
-    """On one rank of a contender: the seconds of the steps that count, turn by turn."""
+
+class RankTimes(NamedTuple):
+    """The seconds of the steps of one rank that count, turn by turn, and what the guard says that it took."""
+
+    turns: list[list[float]]
+    guard_share: float = 0.0  # of a step
+
+
+def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats: int) -> RankTimes:
+    """On one rank of a contender."""
     if is_referee(fabric):
         give_word(fabric, WARM_UP + repeats)
-        return []
+        return RankTimes([])
     number = fabric.rank // RANKS
     pair = fabric.subgroup(ranks_of(number))
     assert isinstance(pair, TorchFabric)
@@ -144,7 +164,7 @@ def time_training(fabric: Fabric, workload: str, names: Sequence[Name], repeats:
         for turn in turns_of(fabric, WARM_UP + repeats)
     ]
     compare_weights(fabric, contender.model, names)
-    return [seconds[1:] for seconds in turns[WARM_UP:]]
+    return RankTimes([seconds[1:] for seconds in turns[WARM_UP:]], contender.guard_share(turns))
 
 
 def time_step(contender: Contender, pair: TorchFabric, number: int) -> float:
@@ -186,6 +206,7 @@ class StepTime:
     added_error_s: float  # the standard error of it
     added_share: float
     faster_than_ddp: float
+    guard_share: float = 0.0  # of a step, by the timer of the divergence guard
 
 
 def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int = 15) -> list[StepTime]:
@@ -193,11 +214,15 @@ def compare_training(workload: str, names: Sequence[Name] = NAMES, repeats: int 
     work = partial(time_training, workload=workload, names=names, repeats=repeats)
     by_rank = run(work, ranks=ranks_needed(len(names)), fabric="torch")
     slowest = {
-        name: [turn_time(of_ranks) for of_ranks in zip(*(by_rank[rank] for rank in ranks_of(number)), strict=True)]
+        name: [
+            turn_time(of_ranks) for of_ranks in zip(*(by_rank[rank].turns for rank in ranks_of(number)), strict=True)
+        ]
         for number, name in enumerate(names)
     }
     title = WORKLOADS[workload]().name
-    return [step_time(title, name, taken, slowest["alone"], slowest["ddp"]) for name, taken in slowest.items()]
+    times = [step_time(title, name, taken, slowest["alone"], slowest["ddp"]) for name, taken in slowest.items()]
+    guards = [max(by_rank[rank].guard_share for rank in ranks_of(number)) for number in range(len(names))]
+    return [replace(one, guard_share=share) for one, share in zip(times, guards, strict=True)]
 
 
 def turn_time(of_ranks: Sequence[Sequence[float]]) -> float:

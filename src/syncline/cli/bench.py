@@ -261,7 +261,7 @@ def training_table(title: str, times: list[StepTime]) -> Table:
         title=f"{title}, 2 ranks", title_justify="left", caption="medians ± standard error; weights checked at the end"
     )
     table.add_column("")
-    for heading in ("step", "added", "added, of the step", "× DDP"):
+    for heading in ("step", "added", "added, of the step", "× DDP", "guard, of the step"):
         table.add_column(heading, justify="right")
     for one in times:
         added = f"{1e3 * one.added_s:.1f} ± {1e3 * one.added_error_s:.1f} ms" if one.added_s else ""
@@ -271,6 +271,7 @@ def training_table(title: str, times: list[StepTime]) -> Table:
             added,
             f"{100 * one.added_share:.1f} %" if one.added_s else "",
             f"{one.faster_than_ddp:.2f}",
+            f"{100 * one.guard_share:.2f} %" if one.guard_share else "",
         )
     return table
 

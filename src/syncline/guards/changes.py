@@ -1,8 +1,8 @@
-"""Changes of parameters and optimizer state outside the optimizer's step, seen by the versions of tensors.
+"""Changes of parameters and optimizer state outside the optimizer's step: loads, and changes in place.
 
-Torch counts the changes of a tensor in place, and loading weights is one of them. Reading a version takes some 30 ns,
-so all parameters are watched, and an even sample of the optimizer's tensors. What is written through `.data` does not
-count.
+Loads are seen by hooks, and changes in place by the versions that torch gives tensors, from the end of a step to the
+next pass. To read one takes some 100 ns, because it is in nobody's cache. Where tensors are so many and so small that
+this would weigh, a sample is watched, another one after every step. What is written through `.data` has no version.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-WATCHED_STATE = 256  # tensors of optimizers, at most
-FIND_EVERY = 64  # passes after which tensors are looked up again
+from syncline.guards.loads import Named, watch_loads
+
+FEWEST_PARAMETERS, FEWEST_STATE = 128, 32  # tensors that are watched at a time, or all
+WORTH_BYTES = 64 * 1024  # of tensors, for each one more: a step takes longer with them
+FIND_EVERY = 500  # passes after which tensors are looked up again
 FIRST_PASSES = (2, 3)  # in which it shows whether an optimizer replaces its tensors
 version_of = attrgetter("_version")
 
@@ -23,34 +26,46 @@ version_of = attrgetter("_version")
 class Outside(NamedTuple):
     """What has happened to a replica outside the optimizer's step."""
 
-    changes: int = 0  # of tensors, in place
-    loads: int = 0  # of optimizer state, which is in other tensors from then on
+    changes: int = 0  # of tensors, in place, as far as they were seen
+    loads: int = 0  # by modules and optimizers
 
 
 NOTHING = Outside()
+Samples = list[list[Tensor]]
+
+
+def samples_of(tensors: Sequence[Tensor], fewest: int) -> Samples:
+    """Tensors that have a version, dealt out to samples; the same on all ranks."""
+    counted = [tensor for tensor in tensors if not tensor.is_inference()]
+    most = max(fewest, sum(tensor.nbytes for tensor in counted) // WORTH_BYTES)
+    number = -(-len(counted) // most)
+    return [counted[first::number] for first in range(number)]
 
 
 class Changes:
     """Counts what happens to a replica outside the optimizer's step."""
 
     def __init__(
-        self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer], find_state: Callable[[], list[Tensor]]
+        self, model: nn.Module, named: Named, optimizers: Sequence[Optimizer], find_state: Callable[[], list[Tensor]]
     ) -> None:
         """`find_state` looks up the tensors of optimizers, in an order that all ranks have."""
-        self.parameters = list(parameters)
+        self.parameters = [parameter for _, parameter in named]
         self.optimizers = optimizers
         self.find_state = find_state
         self.tensors: list[Tensor] = []  # parameters and all optimizer state
-        self.watched: list[Tensor] = []
+        self.samples: tuple[Samples, Samples] = ([], [])  # of parameters and of state
+        self.watched: list[Tensor] = []  # one sample of each
+        self.turn = 0  # of the samples: the number of the last pass
         self.entries = 0  # in the states of optimizers
-        self.versions = 0  # of all that is watched, added up
+        self.versions = 0  # of what is watched, added up
         self.outside = NOTHING  # what was not taken yet
         self.in_step = False
         self.renews = False  # an optimizer makes new tensors in its step, so the old ones are not kept alive here
         self.find_tensors()
         if self.entries:  # before the first pass: maybe loaded, and maybe by one rank only
             self.outside = Outside(loads=1)
-        self.hooks = [optimizer.register_load_state_dict_post_hook(self.loaded) for optimizer in optimizers]
+        self.hooks = watch_loads(model, named, lambda _: self.note_load())
+        self.hooks += [optimizer.register_load_state_dict_post_hook(self.state_loaded) for optimizer in optimizers]
 
     # Which tensors there are
 
@@ -59,32 +74,29 @@ class Changes:
         found = [*self.parameters, *self.find_state()]
         is_new = len(found) != len(self.tensors) or not all(map(is_, found, self.tensors))
         if is_new:
-            self.hold(found)
+            self.tensors = found
+            state = found[len(self.parameters) :]
+            self.samples = samples_of(self.parameters, FEWEST_PARAMETERS), samples_of(state, FEWEST_STATE)
         self.entries = self.count_entries()
-        self.versions = self.count_versions()
+        self.watch()
         return is_new
-
-    def hold(self, tensors: list[Tensor]) -> None:
-        """Watch these: the parameters, and what comes after them."""
-        self.tensors = tensors
-        state = tensors[len(self.parameters) :]
-        sample = state[:: -(-len(state) // WATCHED_STATE)] if state else []
-        self.watched = [tensor for tensor in (*self.parameters, *sample) if not tensor.is_inference()]
 
     def find_replaced(self, number: int) -> None:
         """Look up tensors again in some passes: an optimizer may have replaced some of them in its step."""
+        self.turn = number
         if self.renews or number % FIND_EVERY == 0 or number in FIRST_PASSES:
             self.look()
             had_state = len(self.tensors) > len(self.parameters)
             self.renews = (self.find_tensors() and had_state) or self.renews
 
     def count_entries(self) -> int:
-        """More or fewer when an optimizer's state gets its first tensors, or loses some."""
-        return sum(len(one.state) + sum(map(len, one.state.values())) for one in self.optimizers)
+        """Parameters that optimizers keep something of: others when a state is cleared, or gets its first entries."""
+        return sum(len(one.state) for one in self.optimizers)
 
-    def count_versions(self) -> int:
-        """A sum that grows with every change."""
-        return sum(map(version_of, self.watched))
+    def watch(self) -> None:
+        """Watch the next sample from here on, the same on all ranks."""
+        self.watched = [tensor for samples in self.samples if samples for tensor in samples[self.turn % len(samples)]]
+        self.versions = sum(map(version_of, self.watched))
 
     # What happens to them
 
@@ -92,28 +104,28 @@ class Changes:
         """Count what has happened since this was last called, or since the last step."""
         if self.in_step:
             return
-        now = self.count_versions()
+        now = sum(map(version_of, self.watched))
         self.outside = Outside(self.outside.changes + now - self.versions, self.outside.loads)
         self.versions = now
         if self.count_entries() != self.entries:
             self.note_load()
-
-    def loaded(self, _: Optimizer) -> None:
-        """An optimizer has loaded a state."""
-        self.look()
-        self.note_load()
+            self.find_tensors()
 
     def note_load(self) -> None:
-        """The state of an optimizer is in other tensors now."""
+        """A module or an optimizer has loaded something, or an optimizer was cleared."""
         self.outside = Outside(self.outside.changes, self.outside.loads + 1)
+
+    def state_loaded(self, _: Optimizer) -> None:
+        """An optimizer has loaded a state, which is in other tensors from here on."""
+        self.look()
+        self.note_load()
         self.find_tensors()
 
     def begin_step(self) -> None:
         """What changes from here on is changed by the optimizer, be it in the several passes of a closure."""
-        self.look()
         self.in_step = True
         if self.renews:
-            self.hold(self.parameters)
+            self.tensors, self.samples, self.watched = self.parameters, ([], []), []
 
     def end_step(self) -> None:
         """Changes count again from here on."""
@@ -121,7 +133,7 @@ class Changes:
         if self.count_entries() != self.entries:
             self.find_tensors()
         else:
-            self.versions = self.count_versions()
+            self.watch()
 
     def take(self) -> Outside:
         """What has happened since this was last called."""

@@ -15,11 +15,12 @@ from time import monotonic_ns
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.guards.changes import NOTHING, Changes, Outside
 from syncline.guards.hyperparameters import Hyperparameters
+from syncline.guards.loads import Named
 from syncline.guards.rolling import RollingDigest
 from syncline.tracing.spans import Recorder
 
@@ -43,14 +44,15 @@ class ReplicaGuard:
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
+        model: nn.Module,
+        named: Named,
         optimizers: Sequence[Optimizer],
         find_state: Callable[[], list[Tensor]],
         scaler: torch.amp.GradScaler | None,
         recorder: Recorder,
     ) -> None:
         self.hyperparameters = Hyperparameters(optimizers)
-        self.changes = Changes(parameters, optimizers, find_state)
+        self.changes = Changes(model, named, optimizers, find_state)
         self.rolling = RollingDigest()
         self.scaler = scaler
         self.recorder = recorder
@@ -94,8 +96,9 @@ class ReplicaGuard:
 
     def begin_step(self) -> None:
         """The optimizer is about to make its step."""
-        with self.timed():
-            self.changes.begin_step()
+        self.changes.begin_step()
+        if self.changes.renews:
+            self.rolling.forget()
 
     def end_step(self) -> None:
         """The optimizer has made its step."""

@@ -1,15 +1,16 @@
-"""Weights that were loaded into a model by `load_state_dict`, in modes in which ranks train alone for a while.
+"""Weights that were loaded into a model by `load_state_dict`.
 
-Such weights are no training progress: ranks go on from them. All ranks must have loaded the same ones, which they tell
-each other by a digest when they next synchronize.
+Where ranks train alone for a while, such weights are no training progress: ranks go on from them. All ranks must have
+loaded the same ones, which they tell each other by a digest when they next synchronize.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Self
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from syncline.errors import ReplicasDiverged
 from syncline.fabric.agreement import some_ranks
@@ -17,32 +18,74 @@ from syncline.fabric.base import Fabric
 from syncline.guards.divergence import digest_of
 from syncline.replicas import all_have, gather_texts
 
+Named = Sequence[tuple[str, Tensor]]
+Loaded = dict[str, Tensor]  # parameters by name
+
+
+class ModuleLoads:
+    """Tells which parameters one module has loaded. In a copy of the model it tells nobody."""
+
+    def __init__(self, own: Loaded | None = None, tell: Callable[[Loaded], None] | None = None) -> None:
+        self.own = own or {}
+        self.tell = tell
+        self.versions: dict[str, int] = {}
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+    def before(self, *_: object) -> None:
+        """The module is about to load."""
+        self.versions = {name: parameter._version for name, parameter in self.own.items()}
+
+    def after(self, *_: object) -> None:
+        """The module has loaded those parameters that have another version now."""
+        changed = {name: p for name, p in self.own.items() if p._version != self.versions.get(name)}
+        if changed and self.tell is not None:
+            self.tell(changed)
+
+
+def watch_loads(model: nn.Module, named: Named, tell: Callable[[Loaded], None]) -> list[RemovableHandle]:
+    """Be told of the parameters that any module of a model loads, by name."""
+    names = {id(parameter): name for name, parameter in named if not parameter.is_inference()}
+    hooks = []
+    for module in model.modules():
+        own: Loaded = {names[id(p)]: p for p in module.parameters(recurse=False) if id(p) in names}
+        if own:
+            watched = ModuleLoads(own, tell)
+            hooks.append(module.register_load_state_dict_pre_hook(watched.before))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_load_state_dict_post_hook(watched.after))  # type: ignore[no-untyped-call]
+    return hooks
+
 
 class Loads:
-    """The parameters of one replica that were loaded, with digests of their weights."""
+    """Weights that one replica has loaded, as digests, until ranks have told each other."""
 
-    def __init__(self, model: nn.Module, named: Sequence[tuple[str, Tensor]], use: Callable[[set[str]], None]) -> None:
+    def __init__(self, model: nn.Module, named: Named, use: Callable[[Collection[str]], None]) -> None:
         """`use` is called with the names of parameters that have just been loaded."""
         self.use = use
+        self.named = named
         self.untold: dict[str, int] = {}  # digests by name
         self.told: dict[str, int] = {}  # with what left last
         self.since: set[str] = set()  # names, since then
-        self.restores = False  # Sync itself has just restored weights, so that loading them again is no news
-        self.names = [name for name, _ in named]
-        names = {id(parameter): name for name, parameter in named}
-        self.hooks = []
-        for module in model.modules():
-            mine: list[Tensor] = [p for p in module.parameters(recurse=False) if id(p) in names]
-            if mine:
-                watched = ModuleLoads({names[id(p)]: p for p in mine if not p.is_inference()}, self)
-                self.hooks.append(module.register_load_state_dict_pre_hook(watched.before))  # type: ignore[no-untyped-call]
-                self.hooks.append(module.register_load_state_dict_post_hook(watched.after))  # type: ignore[no-untyped-call]
+        self.restored: dict[str, int] = {}  # by Sync itself, so that to load them again is no news
+        self.hooks = watch_loads(model, named, self.add)
 
-    def add(self, loaded: dict[str, int]) -> None:
-        """Take note of the digests of what a module has loaded."""
-        self.untold |= loaded
-        self.since |= loaded.keys()
-        self.use(set(loaded))
+    def add(self, loaded: Loaded) -> None:
+        """Take note of what a module has loaded."""
+        digests = {name: digest_of(parameter) for name, parameter in loaded.items()}
+        news = {name: digest for name, digest in digests.items() if self.restored.get(name) != digest}
+        self.untold |= news
+        self.since |= news.keys()
+        self.use(news)
+
+    def restore(self) -> None:
+        """Parameters are what was saved, on all ranks."""
+        self.clear()
+        self.restored = {name: digest_of(parameter) for name, parameter in self.named}
+
+    def train(self) -> None:
+        """Parameters have changed since they were restored."""
+        self.restored = {}
 
     def leave(self) -> dict[str, int]:
         """What ranks are told now."""
@@ -60,7 +103,7 @@ class Loads:
 
     def compare(self, fabric: Fabric, when: str) -> None:
         """Raise `ReplicasDiverged` on every rank unless all have loaded the same weights."""
-        text = "\n".join(f"{name}\t{self.told[name]}" for name in self.names if name in self.told)
+        text = "\n".join(f"{name}\t{self.told[name]}" for name, _ in self.named if name in self.told)
         if not all_have(fabric, text):
             told = [dict(line.split("\t") for line in theirs.splitlines()) for theirs in gather_texts(fabric, text)]
             raise ReplicasDiverged(difference(told, when))
@@ -69,33 +112,6 @@ class Loads:
         """Stop watching."""
         for hook in self.hooks:
             hook.remove()
-
-
-class ModuleLoads:
-    """Sees what one module loads. In a copy of the model it sees nothing."""
-
-    def __init__(self, own: dict[str, Tensor] | None = None, loads: Loads | None = None) -> None:
-        self.own = own or {}
-        self.loads = loads
-        self.versions: dict[str, int] = {}
-        self.restored: dict[str, int] = {}
-
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()
-
-    def before(self, *_: object) -> None:
-        """The module is about to load."""
-        self.versions = {name: parameter._version for name, parameter in self.own.items()}
-        restores = self.loads is not None and self.loads.restores
-        self.restored = {name: digest_of(parameter) for name, parameter in self.own.items()} if restores else {}
-
-    def after(self, *_: object) -> None:
-        """The module has loaded those parameters that have another version now."""
-        changed = [name for name, parameter in self.own.items() if parameter._version != self.versions.get(name)]
-        loaded = {name: digest_of(self.own[name]) for name in changed}
-        news = {name: digest for name, digest in loaded.items() if self.restored.get(name) != digest}
-        if self.loads is not None and news:
-            self.loads.add(news)
 
 
 def difference(told: Sequence[dict[str, str]], when: str) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ except ImportError:
 else:
     native = found
 
-SMALLEST_WINDOW_BYTES = 64 * 1024
+SMALLEST_WINDOW_BYTES = 16 * 1024
 WORD = 8
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
@@ -48,6 +49,7 @@ class RollingDigest:
         self.passes = passes
         self.layout = Layout((), passes)
         self.tensors: Sequence[Tensor] = ()  # the list that the layout is of
+        self.runs: dict[int, list[Run]] = {}  # of windows that were asked for
 
     def of(self, number: int, tensors: Sequence[Tensor]) -> int:
         """32-bit digest of the window `number` of the tensors' bytes.
@@ -57,20 +59,32 @@ class RollingDigest:
         """
         if tensors is not self.tensors or len(tensors) != len(self.layout.sizes):
             self.lay_out(tensors)
-        window = list(self.layout.window(number))
-        if any(tensors[index].nbytes != self.layout.sizes[index] for index, _, _ in window):  # data was replaced
+        runs = self.runs_of(number)
+        if any(span.tensor.nbytes != span.size for run in runs for span in run.spans):  # data was replaced
             self.lay_out(tensors)
-            window = list(self.layout.window(number))
-        spans = [Span(tensors[index], lo, hi) for index, lo, hi in window]
-        total = (self.layout.digest + digest_spans(spans)) % 2**64
+            runs = self.runs_of(number)
+        total = (self.layout.digest + sum(run.digest() for run in runs)) % 2**64
         return total >> 32 ^ total & 0xFFFFFFFF
 
     def lay_out(self, tensors: Sequence[Tensor]) -> None:
         """Lay out windows for tensors of these sizes."""
         self.tensors = tensors
+        self.runs = {}
         sizes = tuple([tensor.nbytes for tensor in tensors])
         if sizes != self.layout.sizes:
             self.layout = Layout(sizes, self.passes)
+
+    def runs_of(self, number: int) -> list[Run]:
+        """What is to be read in a window, worked out the first time that it is asked for."""
+        window = number % self.layout.num_windows
+        if window not in self.runs:
+            spans = [Span(self.tensors[index], lo, hi) for index, lo, hi in self.layout.window(window)]
+            self.runs[window] = runs_of(spans)
+        return self.runs[window]
+
+    def forget(self) -> None:
+        """Keep no tensor alive."""
+        self.tensors, self.runs = (), {}
 
 
 @dataclass(frozen=True)
@@ -113,22 +127,18 @@ class Layout:
                 yield index, max(lo - start, 0), min(hi, self.ends[index]) - start
 
 
-@dataclass(frozen=True, slots=True)
 class Span:
     """Some bytes of a tensor, in the order of its elements, which need not be that of its memory."""
 
-    tensor: Tensor
-    lo: int
-    hi: int
+    __slots__ = ("hi", "lo", "num_words", "place", "size", "tensor")
 
-    @property
-    def num_words(self) -> int:
-        """Words that the bytes take up; the last one may be short."""
-        return (self.hi - self.lo + WORD - 1) // WORD
-
-    def place(self) -> torch.device | None:
-        """Device of the tensor; None where the native kernel can read it."""
-        return None if native is not None and self.tensor.is_cpu else self.tensor.device
+    def __init__(self, tensor: Tensor, lo: int, hi: int) -> None:
+        self.tensor = tensor
+        self.lo = lo
+        self.hi = hi
+        self.size = tensor.nbytes
+        self.num_words = (hi - lo + WORD - 1) // WORD  # the last one may be short
+        self.place = None if native is not None and tensor.is_cpu else tensor.device  # None: the native kernel reads it
 
     def bytes(self) -> Tensor:
         """Copy of the bytes, and for a moment of the rows that hold them; a row is one element where possible."""
@@ -144,14 +154,27 @@ class Span:
         return self.tensor.is_contiguous() and not self.tensor.is_conj() and not self.tensor.is_neg()
 
 
-def digest_spans(spans: Sequence[Span]) -> int:
-    """64-bit sum over the words of all spans, of which each begins a new word."""
-    total, first = 0, 0
-    for device, several in groupby(spans, Span.place):
-        run = list(several)
-        total += digest_natively(run, first) if device is None else digest_words(words_of(run), first)
-        first += sum(span.num_words for span in run)
-    return total
+class Run(NamedTuple):
+    """Spans in one place, one after the other, of which each begins a new word."""
+
+    place: torch.device | None
+    spans: list[Span]
+    first: int  # number of the first word
+
+    def digest(self) -> int:
+        """64-bit sum over the words of all spans."""
+        if self.place is None:
+            return digest_natively(self.spans, self.first)
+        return digest_words(words_of(self.spans), self.first)
+
+
+def runs_of(spans: Sequence[Span]) -> list[Run]:
+    """Spans by place."""
+    runs, first = [], 0
+    for place, several in groupby(spans, lambda span: span.place):
+        runs.append(Run(place, list(several), first))
+        first += sum(span.num_words for span in runs[-1].spans)
+    return runs
 
 
 def digest_natively(spans: Sequence[Span], first: int) -> int:

@@ -10,7 +10,7 @@ many in a row are an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
 from time import monotonic_ns
@@ -136,7 +136,7 @@ class PeriodicDriver(Driver):
     def count(self) -> None:
         """A step is over."""
         self.steps += 1
-        self.loads.restores = False
+        self.loads.train()
         if self.steps < self.warmup:
             return
         if self.steps == self.warmup:
@@ -155,7 +155,7 @@ class PeriodicDriver(Driver):
         for fragment in self.exchange.fragments:
             self.anchors.drop(fragment.slots)
 
-    def loaded(self, names: set[str]) -> None:
+    def loaded(self, names: Collection[str]) -> None:
         """Weights that were loaded are where ranks go on from, and not how far this one has come."""
         for fragment in self.exchange.fragments:
             self.anchors.drop(slot for slot in fragment.slots if slot.name in names)
@@ -396,8 +396,7 @@ class PeriodicDriver(Driver):
             buffer.copy_(saved["buffers"][name])
         for optimizer, state in zip(self.replica.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(deepcopy(state))
-        self.loads.clear()
-        self.loads.restores = True
+        self.loads.restore()
         self.start_gradients()
         if self.gradients is not None:
             self.gradients.load_state_dict(saved["gradients"])

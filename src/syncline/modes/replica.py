@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from syncline.replicas import (
     compare_rates,
     is_sharded,
     model_tensors,
-    optimizer_tensors,
+    optimizer_values,
 )
 from syncline.tracing.spans import Recorder
 
@@ -103,9 +104,9 @@ class Replica:
         """What makes fingerprints of this replica, if they are wanted and there is anybody to compare with."""
         if not self.settings.divergence_guard or self.fabric.world == 1:
             return None
-        parameters = [parameter for _, parameter in self.named()]
         return ReplicaGuard(
-            parameters,
+            self.model,
+            self.named(),
             self.optimizers,
             lambda: [tensor for _, tensor in self.compared_state()],
             self.scaler,
@@ -117,6 +118,7 @@ class Replica:
         self.compare_hyperparameters(when, scale=optimizers)
         named: list[tuple[str, Tensor]] = [*self.named()]
         state = self.compared_state() if optimizers else []
+        state += [(name, torch.tensor(count)) for name, count in self.compared_state(int)] if optimizers else []
         self.shards_state = compare_replicas(self.fabric, named, state, when, touched) or self.shards_state
 
     def compare_hyperparameters(self, when: str, scale: bool = True) -> None:
@@ -128,12 +130,15 @@ class Replica:
             found["the scale of the GradScaler"] = repr(self.scaler.get_scale())
         compare_hyperparameters(self.fabric, found, when)
 
-    def compared_state(self) -> list[tuple[str, Tensor]]:
-        """What optimizers keep of the parameters of this model, by name, where every rank has all of it."""
+    def compared_state(self, kind: type = Tensor) -> list[tuple[str, Any]]:
+        """What optimizers keep of the parameters of this model, by name, where every rank has all of it.
+
+        Of other `kind`s than tensors only whole numbers are alike on all ranks: fractions may be a rank's own loss.
+        """
         if self.shards_state:
             return []
         names = {id(parameter): name for name, parameter in self.named()}
         whole = [optimizer for optimizer in self.optimizers if not is_sharded(optimizer)]
         everything = [p for optimizer in whole for group in optimizer.param_groups for p in group["params"]]
-        found = [(id(everything[position]), what, tensor) for position, what, tensor in optimizer_tensors(whole)]
-        return [(f"optimizer state {what} of {names[of]}", tensor) for of, what, tensor in found if of in names]
+        found = [(id(everything[position]), what, value) for position, what, value in optimizer_values(whole, kind)]
+        return [(f"optimizer state {what} of {names[of]}", value) for of, what, value in found if of in names]
