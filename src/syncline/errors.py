@@ -13,7 +13,7 @@ SynclineError
     CorruptMessage     what a codec received is not what a codec sends; nothing was written
     JoinFailed         the ranks could not form a group
     FabricClosed       the fabric was closed, or belongs to the process that this one was forked from
-  NonFiniteGradient    too many steps in a row had to be skipped; the parameters are those before them
+  NonFiniteGradient    too many steps in a row had to be skipped, or parameters are not finite; says what to go on from
   ReplicasDiverged     replicas that should be equal are not; the first tensor that differs is named
   LateGradient         a gradient came after its bucket had left; the step was given up on all ranks
   OutOfSharedMemory    there is no memory for a shared buffer; nothing else changed
@@ -59,7 +59,7 @@ class LayoutMismatch(ConfigError):
 
 
 class NonFiniteGradient(SynclineError):
-    """Too many steps in a row had to be skipped."""
+    """Too many steps in a row had to be skipped, or parameters are not finite themselves."""
 
 
 class ReplicasDiverged(SynclineError):

@@ -305,7 +305,8 @@ class Sync:
             problem = self.driver.before_round() if self.driver is not None else ""
             if self.driver is not None:
                 self.membership.refuse_replaced(self.driver.without_gradient())
-            self.skips = bool(problem) if self._scaler_judges() else self.skipping.judge(problem)
+            harm = self.driver.harm_done() if problem and self.driver is not None else ""
+            self.skips = bool(problem) if self._scaler_judges() else self.skipping.judge(problem, harm)
         return not self._skips(optimizer) and (self.driver is None or not self.driver.withholds)
 
     def _begins_round(self, optimizer: Optimizer) -> bool:

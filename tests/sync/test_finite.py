@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 
 import pytest
@@ -15,7 +16,7 @@ from support.guarded import Spoils, SpoilsTable, Trained, Words, batch, filled, 
 from support.references import same_bits
 from support.replicas import DTYPES, WORLD, assert_replicas, same, train_threads
 from syncline import Deadlines
-from syncline.guards.finite import is_finite
+from syncline.guards.finite import harm_done, is_finite
 
 
 def without_steps(rank: int, step: int) -> Tensor:
@@ -242,3 +243,100 @@ def test_one_element_that_is_not_finite_is_found_anywhere(dtype: torch.dtype, ba
 
 def test_nothing_is_finite() -> None:
     assert is_finite(torch.zeros(0))
+
+
+# Parameters that a huge step has moved
+
+
+@dataclass(frozen=True)
+class Enlarges:
+    """The gradients of all ranks are finite and huge in one step, and learning rates are as usual."""
+
+    step: int
+    factor: float
+
+    def __call__(self, rank: int, step: int, model: nn.Module, loss: Tensor) -> Tensor:
+        return loss * self.factor if step == self.step else loss
+
+
+PLAIN = partial(torch.optim.SGD, lr=1.0)
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "local:1", "diloco:2", "bounded:ahead=0"])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_gradients_that_are_not_finite_after_a_huge_step_are_blamed_on_it(mode: str, policy: str) -> None:
+    poison = Enlarges(2, 1e30)
+    ranks = train_threads(20, poison=poison, optimizer=PLAIN, data=far_batch, mode=mode, nonfinite=policy, most_skips=3)
+    for rank in ranks:
+        assert rank.error == "NonFiniteGradient"
+        assert "itself is as large as" in rank.message
+        assert "an earlier step moved it there, with gradients that were finite but huge" in rank.message
+        assert "Load the last checkpoint, and clip gradients" in rank.message
+        assert ("4 steps in a row" if policy == "skip" else "1 steps in a row") in rank.message
+
+
+def far_batch(rank: int, step: int) -> Tensor:
+    """So large that outputs overflow with parameters of 1e30."""
+    return 1e10 * batch(rank, step)
+
+
+def test_the_first_warning_tells_of_the_huge_step(caplog: pytest.LogCaptureFixture) -> None:
+    train_threads(20, poison=Enlarges(2, 1e30), optimizer=PLAIN, data=far_batch, most_skips=3)
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("an earlier step moved it there" in text for text in said) == WORLD
+    assert sum("this step is skipped" in text for text in said) == 3 * WORLD
+
+
+@dataclass(frozen=True)
+class Replaces:
+    """Part of a parameter is another number from one step on."""
+
+    step: int
+    value: float
+
+    def __call__(self, rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if step == self.step:
+            with torch.no_grad():
+                model.second.weight[0] = self.value
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_parameters_that_are_not_finite_raise_at_once_on_every_rank(mode: str, value: float) -> None:
+    spoil = Replaces(3, value)
+    for rank in train_threads(9, before_step=spoil, poison=Spoils(0, (3,), torch.nan), mode=mode):
+        assert rank.error == "NonFiniteGradient"
+        assert "none can be good any more: second.weight itself is not finite" in rank.message
+        assert len(rank.parameters) == (3 if mode == "sync" else 4)
+
+
+def test_a_server_whose_parameters_are_not_finite_is_not_waited_for() -> None:
+    """The step that spoils parameters is finite: it is in what servers have."""
+    poison = Enlarges(1, 1e37)
+    for rank in train_threads(20, poison=poison, optimizer=partial(PLAIN, lr=1e4), mode="bounded:ahead=0"):
+        assert rank.error == "NonFiniteGradient"
+        assert "none can be good any more" in rank.message
+        assert len(rank.parameters) == 2
+
+
+def test_a_rank_whose_parameters_are_not_finite_is_mended_when_ranks_meet() -> None:
+    """Steps that are skipped until then are its own."""
+
+    def spoil(rank: int, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if (rank, step) == (1, 2):
+            Replaces(2, torch.nan)(rank, step, model, optimizer)
+
+    for rank in train_threads(8, before_step=spoil, mode="local:4"):
+        assert rank.error == ""
+        assert all(map(is_finite, rank.at_the_end))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameters_of_usual_sizes_are_blamed_for_nothing(dtype: torch.dtype) -> None:
+    usual = {"weight": torch.tensor([1000.0, -0.5], dtype=dtype), "empty": torch.zeros(0, dtype=dtype)}
+    assert harm_done(usual.items()) == ""
+    assert harm_done([*usual.items(), ("large", torch.tensor([-3e4], dtype=dtype) * 100)], is_mended=True)
+
+
+def test_no_parameters_do_no_harm() -> None:
+    assert harm_done([]) == ""

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from syncline.buckets.bucket import Slot
 from syncline.buckets.reducer import Reducer
 from syncline.errors import ConfigError
+from syncline.guards.finite import harm_done
 from syncline.modes.replica import Replica
 from syncline.modes.staleness import Staleness
 from syncline.pipeline import CodecPipeline, DivideBy, Pipeline
@@ -42,6 +43,7 @@ class Driver(ABC):
 
     reducer: Reducer | None = None  # of modes that send gradients
     withholds = False  # the optimizer is to change nothing: somebody else does
+    mends_parameters = False  # that are not finite on a rank: it takes those of others
     spoils_all = True  # what is wrong with some gradients is so with all that came with them
 
     def __init__(self, replica: Replica) -> None:
@@ -51,6 +53,11 @@ class Driver(ABC):
     @abstractmethod
     def before_round(self) -> str:
         """Make gradients what the optimizers should see; what is wrong with them, or nothing."""
+
+    def harm_done(self) -> str:
+        """What earlier steps have done to parameters, if anything; asked when something is wrong with gradients."""
+        trained = ((name, p) for name, p in self.replica.named() if p.requires_grad)
+        return harm_done(trained, self.mends_parameters)
 
     def after_step(self) -> None:
         """One optimizer has made its step."""

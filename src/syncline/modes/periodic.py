@@ -43,6 +43,8 @@ from syncline.replicas import average_optimizers, broadcast_tensors, optimizer_t
 class PeriodicDriver(Driver):
     """Trains alone and meets."""
 
+    mends_parameters = True
+
     def __init__(
         self,
         replica: Replica,
@@ -251,7 +253,8 @@ class PeriodicDriver(Driver):
         """The first of the ranks that others can take something from; None if all skip the meeting."""
         sources = heard.active or self.exchange.sound_ranks()
         self.last_active = sources[0] if sources else self.last_active
-        self.skipped = self.skipping.judge(self.what_is_wrong(heard, sources))
+        problem = self.what_is_wrong(heard, sources)
+        self.skipped = self.skipping.judge(problem, self.harm_done() if problem else "")
         return None if self.skipped else self.last_active
 
     def hear(self) -> Heard:
