@@ -116,8 +116,13 @@ class Images(nn.Module):
 def convert_between_steps(
     fabric: Fabric, converts: dict[int, list[int]], unfreezes: int, **settings: Any
 ) -> list[Tensor]:
-    """Parameters after four steps, of which before some a rank has its model in another memory format."""
+    """Parameters after four steps, of which before some a rank has its model in another memory format.
+
+    Before step -1 there is no `Sync` yet.
+    """
     model = filled(Images())
+    if -1 in converts.get(fabric.rank, ()):
+        model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     sync = syncline.Sync(model, optimizer, fabric=fabric, **settings)
     draws = torch.Generator().manual_seed(fabric.rank)

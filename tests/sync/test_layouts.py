@@ -59,6 +59,7 @@ def test_all_others_differ_where_rank_0_is_the_odd_one(difference: str) -> None:
 
 
 ON_ONE_RANK_AT_FIRST = {1: [0]}  # before there are buckets
+BEFORE_SYNC = {0: [-1], 1: [-1]}  # on all ranks
 ON_ALL_RANKS_LATER = {0: [2], 1: [2]}
 MODES = ["sync", "delayed", "local:2", "local:2,warmup=2", "slowmo:2", "diloco:2", "bounded:ahead=0"]
 
@@ -66,14 +67,13 @@ MODES = ["sync", "delayed", "local:2", "local:2,warmup=2", "slowmo:2", "diloco:2
 @pytest.mark.parametrize(
     ("mode", "converts", "unfreezes"),
     [
+        *((mode, BEFORE_SYNC, NEVER) for mode in [*MODES, "bounded:ahead=0,compensation=0.04"]),
         *((mode, ON_ONE_RANK_AT_FIRST, NEVER) for mode in MODES),
         *((mode, ON_ALL_RANKS_LATER, NEVER) for mode in MODES),
         *((mode, {1: [1]}, 2) for mode in MODES[:2]),  # others refuse what is unfrozen after Sync
     ],
 )
-def test_a_memory_format_of_after_sync_changes_nothing(
-    mode: str, converts: dict[int, list[int]], unfreezes: int
-) -> None:
+def test_a_memory_format_changes_nothing(mode: str, converts: dict[int, list[int]], unfreezes: int) -> None:
     found, usual = (
         syncline.run(
             partial(layouts.convert_between_steps, converts=some, unfreezes=unfreezes, mode=mode), 2, "threads"

@@ -15,7 +15,7 @@ from support.catalogue import PROCESS_FABRICS, one_now_others_slow
 from support.guarded import Net, filled, snapshot
 from support.replicas import same
 from syncline import convert_batch_norm as convert
-from syncline.errors import ConfigError, Desync, UnknownName
+from syncline.errors import ConfigError, Desync, PairingError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.fabric.threads import Threads
 
@@ -73,6 +73,16 @@ def test_what_is_no_optimizer_is_refused(alone: Fabric, make: Callable, name: st
     model = Net()
     with pytest.raises(ConfigError, match=rf"{name} is not a torch\.optim\.Optimizer"):
         syncline.Sync(model, make(model), fabric=alone)
+
+
+@pytest.mark.parametrize("mode", ["delayed", "async", "bounded"])
+def test_optimizers_that_need_a_closure_are_refused_where_there_is_none(alone: Fabric, mode: str) -> None:
+    model = Net()
+    optimizers = [torch.optim.SGD(model.first.parameters()), torch.optim.LBFGS(model.second.parameters())]
+    torch.optim.lr_scheduler.ConstantLR(optimizers[1])  # which wraps its step
+    with pytest.raises(PairingError, match=f"LBFGS evaluates a closure in its step, which mode={mode} cannot do"):
+        syncline.Sync(model, optimizers, fabric=alone, mode=mode)
+    assert faulty.hooks_of(model, optimizers[0]) == 0
 
 
 def test_no_optimizer_at_all_is_refused(alone: Fabric) -> None:

@@ -1,13 +1,16 @@
-"""Parameters that cannot be synchronized, refused by name wherever a model is given."""
+"""Parameters and optimizers that cannot be synchronized, refused by name wherever they are given."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from inspect import Parameter, signature
 from itertools import chain
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from syncline.errors import ConfigError
+from syncline.errors import ConfigError, PairingError
 from syncline.fabric.base import DTYPES, name_of
 
 
@@ -32,3 +35,14 @@ def refuse_dtype(name: str, parameter: Tensor) -> None:
 def has_sparse_gradient(module: nn.Module) -> bool:
     """Whether the gradient of a module's weight is a sparse tensor."""
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+
+
+def refuse_closures(optimizers: Iterable[Optimizer], mode: str) -> None:
+    """Somebody else than the user's loop makes steps in some modes, and has no closure to give."""
+    for optimizer in optimizers:
+        closure = signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            raise PairingError(
+                f"{type(optimizer).__name__} evaluates a closure in its step, which mode={mode} cannot do for it: it "
+                f"steps where there is no batch; use mode=sync"
+            )

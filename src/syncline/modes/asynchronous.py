@@ -28,6 +28,7 @@ from syncline.codecs.codec import Codec
 from syncline.codecs.composed import innermost
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, PairingError
+from syncline.guards.trainable import refuse_closures
 from syncline.modes.mode import Mode
 from syncline.modes.replica import Replica
 
@@ -68,6 +69,7 @@ class AsyncSGD(Mode):
         from syncline.modes.serving.server import Rules
         from syncline.modes.serving.shards import Roles
 
+        refuse_closures(replica.optimizers, self.name)
         roles = Roles.of(replica.fabric.world, self.servers, self.apart)
         rules = Rules(self.bound, self.share, self.damping, self.compensation)
         return ServedDriver(replica, Plan(roles, rules, self.pull_codec(replica.settings.codec)))

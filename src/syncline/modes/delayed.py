@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from syncline.errors import ConfigError
+from syncline.guards.trainable import refuse_closures
 from syncline.modes.gradients import GradientDriver
 from syncline.modes.mode import Mode
 from syncline.modes.replica import Replica
@@ -33,4 +34,5 @@ class Delayed(Mode):
             raise ConfigError(f"warmup={self.warmup} is less than 0 steps; try delayed:warmup=100")
 
     def start(self, replica: Replica) -> GradientDriver:
+        refuse_closures(replica.optimizers, self.name)
         return GradientDriver(replica, lags_after=self.warmup)

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from syncline.buckets.bucket import Slot
+from syncline.buckets.bucket import Slot, view_of
 from syncline.codecs.codec import Codec
 from syncline.codecs.none import NoCodec
 from syncline.errors import CorruptMessage, FabricClosed, FabricError
@@ -116,7 +116,7 @@ class Attendant:
         self.server.stage(self.worker, message.number, partial(self.decode, message))
 
     def decode(self, message: Message) -> Gradients:
-        """By parameter."""
+        """Gradients by parameter, with its shape and strides."""
         slots = self.buckets[message.number]
         count = len(slots)
         numel = sum(slot.parameter.numel() for slot in slots)
@@ -126,7 +126,7 @@ class Attendant:
         unused = unused_in(slots, message.body[:count] if is_coded else message.payload[numel : numel + count])
         values = self.hear(message, count, unused) if is_coded else message.payload[:numel]
         return {
-            part.name: values[part.lo : part.hi].to(slot.parameter.dtype)
+            part.name: view_of(slot, values[part.lo : part.hi].to(slot.parameter.dtype))
             for part, slot in zip(parts_of(slots), slots, strict=True)
             if part.name not in unused
         }
