@@ -176,7 +176,9 @@ def refuse_shared_statistics(model: nn.Module) -> None:
 
 def convert_batch_norm(model: nn.Module, fabric: Fabric | str = "auto") -> nn.Module:
     """The model with every batch normalization made one over all ranks. All ranks convert the same model."""
-    refuse_lazy(model)
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm):
+            refuse_lazy(module, name)
     return replaced(model, resolve(fabric).sibling())
 
 

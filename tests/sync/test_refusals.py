@@ -14,7 +14,6 @@ from support import faulty
 from support.catalogue import PROCESS_FABRICS, one_now_others_slow
 from support.guarded import Net, filled, snapshot
 from support.replicas import same
-from syncline import convert_batch_norm as convert
 from syncline.errors import ConfigError, Desync, PairingError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.fabric.threads import Threads
@@ -292,11 +291,18 @@ def test_complex_parameters_that_are_unfrozen_are_refused_by_name(mode: str) -> 
 def test_lazy_parameters_and_buffers_are_refused_by_name(alone: Fabric, lazy: nn.Module, name: str, mode: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), lazy)
     optimizer = torch.optim.SGD(model[0].parameters())
-    for refused in (lambda: syncline.Sync(model, optimizer, fabric=alone, mode=mode), lambda: convert(model, alone)):
-        with pytest.raises(ConfigError, match=rf"{name} is of a lazy module and has no shape yet; let the model see"):
-            refused()
+    with pytest.raises(ConfigError, match=rf"{name} is of a lazy module and has no shape yet; let the model see"):
+        syncline.Sync(model, optimizer, fabric=alone, mode=mode)
     assert faulty.hooks_of(model[0], optimizer) == 0
     assert alone.siblings == []
+
+
+def test_lazy_batch_normalization_is_refused_by_name_and_other_lazy_layers_are_not(alone: Fabric) -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.BatchNorm1d(2), nn.LazyBatchNorm1d())
+    with pytest.raises(ConfigError, match=r"2\.weight is of a lazy module and has no shape yet"):
+        syncline.convert_batch_norm(model, alone)
+    assert isinstance(model[1], nn.BatchNorm1d)
+    syncline.convert_batch_norm(model[:2], alone)
 
 
 class FSDPModule(nn.Linear):

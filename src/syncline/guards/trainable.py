@@ -14,9 +14,9 @@ from syncline.errors import ConfigError, PairingError
 from syncline.fabric.base import DTYPES, name_of
 
 
-def refuse_lazy(model: nn.Module) -> None:
+def refuse_lazy(module: nn.Module, prefix: str = "") -> None:
     """Parameters and buffers of lazy modules have no shape before the first batch."""
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+    for name, tensor in chain(module.named_parameters(prefix), module.named_buffers(prefix)):
         if is_lazy(tensor):
             raise ConfigError(
                 f"{name} is of a lazy module and has no shape yet; let the model see one batch, on every rank, before "
