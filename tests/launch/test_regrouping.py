@@ -15,6 +15,7 @@ from syncline import Deadlines
 MODES = ("sync", "delayed", "local:every=2", "diloco:every=2", "slowmo:every=2", "async", "bounded")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", one_now_others_slow(MODES))
 @pytest.mark.parametrize("name", ["auto", "torch"])
 @pytest.mark.parametrize("how", ["swapped", "same", "smaller"])

@@ -149,14 +149,20 @@ class Fabric(ABC):
 
         With `drain` it waits for what was started; otherwise what is under way fails, here and on the other ranks.
         """
-        while self.before_close:
-            self.before_close.pop()(drain)
+        self.finish(drain)
         for sibling in [*self.siblings]:
             sibling.close(drain)
         self.is_closed = True
         self._close(drain)
         while self.at_close:
             self.at_close.pop()()
+
+    def finish(self, drain: bool = True) -> None:
+        """Let whoever works with this fabric and its siblings come to an end, which with `drain` is an orderly one."""
+        while self.before_close:
+            self.before_close.pop()(drain)
+        for sibling in [*self.siblings]:
+            sibling.finish(drain)
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A zeroed flat tensor, in memory that peers can reach where there is such a thing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -67,8 +68,15 @@ def init(
     elif isinstance(joined, TorchFabric):
         open_doors(joined, joined)
     use_in_process(joined)
-    atexit.register(joined.close, drain=False)
+    atexit.register(end_with_script, joined)
     return joined
+
+
+def end_with_script(fabric: Fabric) -> None:
+    """A script that has come to its end does what `close` does, also for the others; one that has failed just ends."""
+    if not hasattr(sys, "last_value"):
+        fabric.finish()
+    fabric.close(drain=False)
 
 
 def find(fabric: str) -> Fabric:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
@@ -361,11 +361,10 @@ class ServedDriver(Driver):
 
     def finish(self) -> None:
         """Let the others go on without this worker, and serve them to the end."""
-        if self.is_worker and not self.has_left:
-            try:
-                self.talk(self.leave, "leaving")
-            except SynclineError:
-                self.has_left = True
+        if self.is_worker and not self.has_left and self.failure is None:
+            with suppress(SynclineError):
+                self.push.worker.in_turn(self.leave)  # at the end of a script no thread takes anything up any more
+        self.has_left = True
         if self.service is not None:
             self.service.last()
 
