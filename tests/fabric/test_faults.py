@@ -32,7 +32,7 @@ from syncline.collectives.program import compile_program
 from syncline.collectives.registry import ALGORITHMS, schedule_of
 from syncline.errors import FabricError, PeerLost, PeerStalled, RankFailed
 from syncline.fabric.blame import culprit
-from syncline.fabric.threads import Dies, ScriptedDeath, SendsLate, Stalls, Threads
+from syncline.fabric.threads import Dies, ScriptedDeath, SendsLate, Stalls, Threads, ThreadsFabric
 from syncline.launch.failures import ProcessStopped
 
 WORLD, VICTIM = 4, 2
@@ -257,6 +257,26 @@ def test_a_process_that_is_late_changes_nothing(fabric: str) -> None:
     work = partial(with_a_slow_rank, slow=VICTIM, seconds=0.15, cases=cases)
     for results in syncline.run(work, WORLD, fabric, Deadlines(3.0)):
         assert all(same_bits(result, closed_form("sum", WORLD, 400, torch.float32)) for result in results)
+
+
+def test_a_call_that_all_have_begun_ends_well_though_a_rank_ends_after_it() -> None:
+    """Rank 2 is slow to take the message of rank 3; meanwhile rank 0 is done and ends, and rank 1 notices that."""
+    passed = []
+
+    def two_barriers(fabric: ThreadsFabric) -> None:
+        take = fabric._take
+        if fabric.rank == 2:
+            fabric._take = lambda expected, message: (time.sleep(0.3 * (expected.source == 3)), take(expected, message))
+        fabric.barrier()
+        passed.append(fabric.rank)
+        if fabric.rank == 0:
+            raise ValueError("this rank ends")
+        fabric.barrier()
+
+    with pytest.raises(RankFailed, match="this rank ends") as caught:
+        syncline.run(two_barriers, 4, "threads", Deadlines(10.0))
+    assert sorted(passed) == [0, 1, 2, 3]
+    assert {type(error) for rank, error in caught.value.failures.items() if rank} == {PeerLost}
 
 
 # Scripts and blame

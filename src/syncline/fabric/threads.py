@@ -138,6 +138,7 @@ class ThreadGroup:
         self.siblings: list[ThreadGroup] = []
         self.subgroups: dict[tuple[tuple[int, ...], int], ThreadGroup] = {}  # by ranks, and how many came before
         self.failure: PeerError | None = None
+        self.failed: set[int] = set()  # ranks that have raised it, and the one that is to blame: none takes part again
 
     def fabric(self, rank: int) -> ThreadsFabric:
         """One rank's end."""
@@ -176,7 +177,9 @@ class ThreadGroup:
             guilty = culprit(peer, self.waits_for.get)
             kind: Kind = "lost" if guilty in self.gone else "stalled"
             self.failure = peer_error(kind, guilty, rank, during, waited_s)
-            self.notify_all()
+            self.failed.add(guilty)
+        self.failed.add(rank)
+        self.notify_all()
         return type(self.failure)(self.failure.rank, self.failure.message)
 
     def notify_all(self) -> None:
@@ -300,12 +303,16 @@ class ThreadsPending:
                     self._sleep(peer, until)
 
     def _sleep(self, peer: int, until: float) -> None:
-        """Sleep until something changes; raise where it never will. The lock is held."""
+        """Sleep until something changes; raise where it never will. The lock is held.
+
+        A failure of the group concerns those who wait for a rank that has failed with it. A call that all ranks have
+        begun before comes to its end, though one of them may be slow to wake up.
+        """
         fabric, group = self.fabric, self.fabric.group
         left = until - time.monotonic()
         if fabric.rank in group.gone:
             raise FabricClosed("the fabric was closed while a call was under way")
-        if group.failure is None and peer not in group.gone and left > 0:
+        if peer not in group.gone and peer not in group.failed and left > 0:
             group.waits_for[fabric.rank] = peer
             group.wake[fabric.rank].wait(left)
             if group.failure is None and time.monotonic() < until:
