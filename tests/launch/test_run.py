@@ -29,6 +29,9 @@ from support.starting import (
     finds_current,
     rank_and_process,
     returns_what_cannot_travel,
+    trains_with_a_data_loader,
+    wait_until,
+    waits_for_a_data_loader,
 )
 from support.striking import be_killed, stop_for_a_while, stop_for_good, take_longer
 from syncline.current import resolve
@@ -256,6 +259,35 @@ def test_a_rank_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch, fabr
     assert syncline.run(work, 3, fabric, keep_going=keep_going) == [0, 1, 2]
 
 
+# Ranks that start processes
+
+
+@pytest.mark.sampled(2)
+@over_processes
+@pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_ranks_have_data_loaders_with_workers(tmp_path: Path, fabric: str, start: str, persistent: bool) -> None:
+    work = partial(trains_with_a_data_loader, folder=str(tmp_path), start=start, persistent=persistent)
+    first, second = syncline.run(work, 2, fabric)
+    assert first == second == pytest.approx([1 - 2 * 0.01 * 1.5 * (1.5 + 5.5)])
+    assert len(os.listdir(tmp_path)) >= 4
+
+
+@pytest.mark.parametrize("fabric", PROCESS_FABRICS[:1])
+def test_workers_end_with_a_rank_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fabric: str
+) -> None:
+    monkeypatch.setattr(processes, "GRACE_S", 0.3)
+    monkeypatch.setenv("SLOW_FOLDER", str(tmp_path))
+    monkeypatch.setenv("SLOW_FAILS", "1")
+    with pytest.raises(RankFailed, match="this rank fails"):
+        syncline.run(lambda fabric: waits_for_a_data_loader(fabric), 2, fabric)  # a fork, which has this environment
+    workers = {int(name) for name in os.listdir(tmp_path)}
+    assert len(workers) == 2
+    wait_until(lambda: not workers.intersection(process.pid for process in process_table()))
+    assert not workers.intersection(process.pid for process in process_table() if process.state != "Z")
+
+
 # Nothing is left behind
 
 
@@ -323,6 +355,20 @@ def start_script(folder: Path, fabric: str, wait: str) -> subprocess.Popen:
 @pytest.mark.parametrize("wait", one_now_others_slow(["wait_for_rank_0", "sleep"]))
 def test_ranks_end_when_the_process_that_started_them_is_killed(tmp_path: Path, fabric: str, wait: str) -> None:
     with start_script(tmp_path, fabric, wait) as child:
+        child.kill()
+    assert session_ends(child.pid, within_s=5.0), in_session(child.pid)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fabric", PROCESS_FABRICS[:1])
+def test_workers_of_ranks_end_when_the_process_that_started_those_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fabric: str
+) -> None:
+    (tmp_path / "workers").mkdir()
+    monkeypatch.setenv("SLOW_FOLDER", str(tmp_path / "workers"))
+    with start_script(tmp_path, fabric, "waits_for_a_data_loader") as child:
+        wait_until(lambda: len(os.listdir(tmp_path / "workers")) == 6)
+        assert {int(name) for name in os.listdir(tmp_path / "workers")} <= {one.pid for one in in_session(child.pid)}
         child.kill()
     assert session_ends(child.pid, within_s=5.0), in_session(child.pid)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.utils.data
 
 import syncline
 from syncline.current import resolve
@@ -113,3 +114,54 @@ def wait_for_rank_0(fabric: syncline.Fabric) -> None:
     if fabric.rank == 0:
         time.sleep(60.0)
     fabric.barrier()
+
+
+class Slow(torch.utils.data.Dataset):
+    """Numbers, after which a worker leaves a file named after its process; from `stalls` on they take for ever."""
+
+    def __init__(self, folder: str, stalls: int = 1000) -> None:
+        self.folder = folder
+        self.stalls = stalls
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        Path(self.folder, str(os.getpid())).touch()
+        if index >= self.stalls:
+            time.sleep(60.0)
+        return torch.tensor([float(index)])
+
+
+def trains_with_a_data_loader(fabric: syncline.Fabric, folder: str, start: str, persistent: bool) -> list[float]:
+    """Two epochs, of which batches are made by workers; what is left of them is left to the end of the rank."""
+    data = Slow(folder)
+    loader = torch.utils.data.DataLoader(
+        data, 4, num_workers=2, multiprocessing_context=start, persistent_workers=persistent
+    )
+    model = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = syncline.Sync(model, optimizer)
+    for _ in range(2):
+        for x in loader:
+            optimizer.zero_grad()
+            (model(x).mean() * (1 + fabric.rank)).backward()
+            optimizer.step()
+    del sync
+    return model.weight.detach().flatten().tolist()
+
+
+def waits_for_a_data_loader(fabric: syncline.Fabric) -> None:
+    """The workers are in the middle of a sample that takes for ever."""
+    folder = os.environ["SLOW_FOLDER"]
+    if fabric.rank != 1 and os.environ.get("SLOW_FAILS"):
+        wait_until(lambda: len(os.listdir(folder)) == 2)
+        raise ValueError("this rank fails")
+    next(iter(torch.utils.data.DataLoader(Slow(folder, stalls=0), 4, num_workers=2)))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30.0
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)

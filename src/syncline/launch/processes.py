@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from syncline.current import using
 from syncline.errors import ConfigError, PeerError
+from syncline.launch.descendants import descendants_of, kill_all
 from syncline.launch.failures import Failure, ProcessEnded, ProcessStopped, last_of, rank_failed
 
 if TYPE_CHECKING:
@@ -211,23 +212,31 @@ def end(ranks: list[Rank]) -> None:
     """Leave no process behind."""
     for rank in ranks:
         if is_stopped(rank):
-            rank.process.kill()  # it would not hear anything else
+            end_at_once(rank, rank.process.kill)  # it would not hear anything else
         elif not succeeded(rank):
-            rank.process.terminate()
+            end_at_once(rank, rank.process.terminate)
     until = time.monotonic() + ENDING_S
     for rank in ranks:
         rank.process.join(max(until - time.monotonic(), 0.0))
         if rank.process.is_alive():
-            rank.process.kill()
+            end_at_once(rank, rank.process.kill)
             rank.process.join()
         rank.inbox.close()
         rank.process.close()
+
+
+def end_at_once(rank: Rank, strike: Callable[[], None]) -> None:
+    """End a process together with those that it has started, which would be nobody's after it."""
+    started = descendants_of(rank.process.pid) if rank.process.is_alive() else []
+    strike()
+    kill_all(started)
 
 
 def be_rank(number: int, world: int, join: Join, fn: Callable[[Fabric], Any], life: Life, outbox: Connection) -> None:
     """The life of a rank's process."""
     import torch
 
+    multiprocessing.current_process().daemon = False  # it is one to the starting process, and yet may start others
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the starting process, which ends the ranks
     end_with_parent()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
@@ -251,12 +260,13 @@ def failure_message(error: BaseException, text: str) -> bytes:
 
 
 def end_with_parent() -> None:
-    """See to it that this process does not outlive the one that started it."""
+    """See to it that this process does not outlive the one that started it, and neither do those that it starts."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
         if parent is not None:
             parent.join()
+            kill_all(descendants_of(os.getpid()))
             os._exit(1)
 
     threading.Thread(target=watch, name="watches the starting process", daemon=True).start()
