@@ -113,7 +113,7 @@ class Sync:
         self._given = find_fabric(fabric)
         check_parameters(model, named, self._given.device)
         self.fabric: Fabric | None = None
-        self.driver: Driver | None = None
+        self._driver: Driver | None = None
         self._claim = Claim()
         if self._given.world >= (self.least_world or self.settings.least_world):
             self._begin()
@@ -126,9 +126,9 @@ class Sync:
     def _begin(self) -> Driver:
         """Let the mode begin, with all that it changes in the model."""
         with self._claim.of(parameters_of(self.model)):
-            self.driver = self._join_others(self._given)
-        self.driver.new_gradients = self.stepped.clear
-        return self.driver
+            self._driver = self._join_others(self._given)
+        self._driver.new_gradients = self.stepped.clear
+        return self._driver
 
     def _join_others(self, given: Fabric) -> Driver:
         """Compare with the other ranks, start from the state of rank 0, and let the mode begin."""
@@ -149,6 +149,13 @@ class Sync:
             broadcast_tensors(fabric, model_tensors(self.model))
         self.fabric = fabric
         return self.settings.mode.start(replica)
+
+    @property
+    def driver(self) -> Driver | None:
+        """The mode at work on this rank, which a forked child of its process is not."""
+        if self._driver is not None:
+            self._given.birthplace.require()
+        return self._driver
 
     # What the user calls
 

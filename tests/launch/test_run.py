@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -267,16 +268,15 @@ def test_a_rank_that_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch, fabr
 @pytest.mark.parametrize("start", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_ranks_have_data_loaders_with_workers(tmp_path: Path, fabric: str, start: str, persistent: bool) -> None:
-    work = partial(trains_with_a_data_loader, folder=str(tmp_path), start=start, persistent=persistent)
+    usual = multiprocessing.get_start_method()
+    work = partial(trains_with_a_data_loader, folder=str(tmp_path), start=start, persistent=persistent, usual=usual)
     first, second = syncline.run(work, 2, fabric)
     assert first == second == pytest.approx([1 - 2 * 0.01 * 1.5 * (1.5 + 5.5)])
     assert len(os.listdir(tmp_path)) >= 4
 
 
 @pytest.mark.parametrize("fabric", PROCESS_FABRICS[:1])
-def test_workers_end_with_a_rank_that_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fabric: str
-) -> None:
+def test_workers_end_with_a_rank_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fabric: str) -> None:
     monkeypatch.setattr(processes, "GRACE_S", 0.3)
     monkeypatch.setenv("SLOW_FOLDER", str(tmp_path))
     monkeypatch.setenv("SLOW_FAILS", "1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -133,9 +134,12 @@ class Slow(torch.utils.data.Dataset):
         return torch.tensor([float(index)])
 
 
-def trains_with_a_data_loader(fabric: syncline.Fabric, folder: str, start: str, persistent: bool) -> list[float]:
+def trains_with_a_data_loader(
+    fabric: syncline.Fabric, folder: str, start: str, persistent: bool, usual: str
+) -> list[float]:
     """Two epochs, of which batches are made by workers; what is left of them is left to the end of the rank."""
     data = Slow(folder)
+    assert multiprocessing.get_start_method() == usual
     loader = torch.utils.data.DataLoader(
         data, 4, num_workers=2, multiprocessing_context=start, persistent_workers=persistent
     )

@@ -23,6 +23,7 @@ from syncline.collectives.registry import algorithm, cheapest, schedule_of
 from syncline.collectives.schedule import Hosts
 from syncline.errors import ConfigError, FabricClosed, UnknownName
 from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.forked import Birthplace
 from syncline.fabric.hosts import hosts_among
 from syncline.specs import text_of
 
@@ -82,6 +83,7 @@ class Fabric(ABC):
         self.world = world
         self.hosts = hosts
         self.deadlines = deadlines
+        self.birthplace = Birthplace()
         self.device = torch.device("cpu")
         self.siblings: list[Fabric] = []  # and subgroups: what is closed with this fabric
         self.siblings_made = 0
@@ -104,6 +106,7 @@ class Fabric(ABC):
 
         All ranks make the same siblings in the same order. A sibling is closed with the fabric it was made from.
         """
+        self.birthplace.require()
         made = self._sibling()
         made.path = (*self.path, self.siblings_made)
         made.doors = self.doors
@@ -147,8 +150,11 @@ class Fabric(ABC):
     def close(self, drain: bool = True) -> None:
         """Give back what this rank holds. Safe to call twice.
 
-        With `drain` it waits for what was started; otherwise what is under way fails, here and on the other ranks.
+        With `drain` it waits for what was started; otherwise what is under way fails, here and on the other ranks. In a
+        forked child all of it is the parent's, and is left alone.
         """
+        if not self.birthplace.is_here():
+            return
         self.finish(drain)
         for sibling in [*self.siblings]:
             sibling.close(drain)
@@ -159,7 +165,7 @@ class Fabric(ABC):
 
     def finish(self, drain: bool = True) -> None:
         """Let whoever works with this fabric and its siblings come to an end, which with `drain` is an orderly one."""
-        while self.before_close:
+        while self.before_close and self.birthplace.is_here():
             self.before_close.pop()(drain)
         for sibling in [*self.siblings]:
             sibling.finish(drain)
@@ -291,6 +297,7 @@ class Fabric(ABC):
     # What is checked before anything is sent.
 
     def _members(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        self.birthplace.require()
         members = tuple(int(self._peer(rank)) for rank in ranks)
         if self.is_closed:
             raise FabricClosed("the fabric is closed, so it has no subgroups; make a new one")
@@ -317,6 +324,7 @@ class Fabric(ABC):
         return text
 
     def _check(self, tensor: Tensor, op: str = "sum") -> None:
+        self.birthplace.require()
         if op not in OPS:
             raise UnknownName("op", op, OPS)
         if tensor.dtype not in DTYPES:

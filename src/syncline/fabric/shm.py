@@ -23,6 +23,7 @@ from syncline.collectives.schedule import boundaries, hosts_of_sizes
 from syncline.errors import ConfigError, FabricError
 from syncline.fabric.base import Fabric, Note, Times
 from syncline.fabric.deadlines import Deadlines
+from syncline.fabric.forked import Birthplace
 from syncline.fabric.torch import TorchFabric
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class ShmFabric(Fabric):
         return torch.from_numpy(self.group.buffer(numel * dtype.itemsize)).view(dtype)
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> ShmPending:
+        self.birthplace.require()
         waits: list[tuple[Wait, int, int, Tensor]] = []
         for tensor, source in receives:
             number = self.group.receive(tensor.data_ptr(), tensor.nbytes, source)
@@ -113,13 +115,14 @@ class ShmFabric(Fabric):
         for tensor, to in sends:
             number = self.group.send(tensor.data_ptr(), tensor.nbytes, to)
             waits.append((self.group.wait_sent, to, number, tensor))
-        return ShmPending(waits, self.deadlines.operation)
+        return ShmPending(self.birthplace, waits, self.deadlines.operation)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
         self.group.barrier()
 
     def write_note(self, note: Note) -> None:
+        self.birthplace.require()
         self.group.write_note(note)
 
     def note_of(self, rank: int) -> Note:
@@ -212,12 +215,14 @@ class ShmFabric(Fabric):
 class ShmPending:
     """Messages under way; the tensors are kept alive until they have arrived."""
 
-    def __init__(self, waits: list[tuple[Wait, int, int, Tensor]], deadline_s: float) -> None:
+    def __init__(self, birthplace: Birthplace, waits: list[tuple[Wait, int, int, Tensor]], deadline_s: float) -> None:
+        self.birthplace = birthplace
         self.waits = waits
         self.deadline_s = deadline_s
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Wait for all of them, receives first."""
+        self.birthplace.require()
         while self.waits:
             wait, peer, number, _ = self.waits.pop(0)
             wait(peer, number, deadline_s or self.deadline_s)
@@ -227,6 +232,7 @@ class ShmHandle:
     """An all-reduce in the hands of the native worker thread; the tensor is kept alive until it is done."""
 
     def __init__(self, native: _native.Handle, tensor: Tensor, flat: Tensor, deadline_s: float) -> None:
+        self.birthplace = Birthplace()
         self.native = native
         self.tensor = tensor
         self.flat = flat
@@ -234,6 +240,7 @@ class ShmHandle:
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Return when it is done; raise what it raised."""
+        self.birthplace.require()
         if deadline_s is None:
             while not self.native.wait(SIGNALS_S):  # Python looks for Ctrl-C in between
                 pass

@@ -207,6 +207,7 @@ class ThreadsFabric(MessageFabric):
         self.expected: list[Expected] = []
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> ThreadsPending:
+        self.birthplace.require()
         sending: list[tuple[Message, int]] = []
         receiving: list[Expected] = []
         with self.group.lock:
@@ -281,6 +282,7 @@ class ThreadsPending:
 
     def wait(self, deadline_s: float | None = None) -> None:
         """See that all has arrived, then that all that was sent has been taken."""
+        self.fabric.birthplace.require()
         until = time.monotonic() + (deadline_s or self.fabric.deadlines.operation)
         for expected in self.receiving:
             self._wait(expected, expected.source, until)

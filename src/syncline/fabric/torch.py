@@ -53,7 +53,7 @@ class TorchFabric(MessageFabric):
             raise ConfigError("this rank is not a member of the process group; make the fabric on its members")
         rank, world = chosen.rank(), chosen.size()
         super().__init__(rank, world, ((rank,),), deadlines or Deadlines())
-        # The world's store keeps its port, and what was said in it, until nobody holds the group that the user destroys.
+        # A world's store keeps its port, and what was said in it, until nobody holds the group that the user destroys.
         self.find_group: Callable[[], dist.ProcessGroup | None] = (
             weakref.ref(chosen) if chosen is dist.group.WORLD else lambda: chosen
         )
@@ -84,6 +84,7 @@ class TorchFabric(MessageFabric):
         return not self.is_closed and self.find_group() not in _world.pg_map
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> TorchPending:
+        self.birthplace.require()
         try:
             if self.backend == "nccl":
                 return TorchPending(self, self._post_together(sends, receives))
@@ -253,6 +254,7 @@ class TorchPending:
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Wait for all of them, receives first."""
+        self.fabric.birthplace.require()
         started = time.monotonic()
         until = started + (deadline_s or self.fabric.deadlines.operation)
         while self.works:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from syncline.errors import FabricClosed, FabricError
 from syncline.fabric.base import Ended, Times
+from syncline.fabric.forked import Birthplace
 
 T = TypeVar("T")
 IN_FLIGHT = 2  # calls that have begun and not ended; as many as Gloo has threads to carry them out
@@ -29,6 +30,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.birthplace = Birthplace()
         self.lock = threading.RLock()
         self.pool: ThreadPoolExecutor | None = None
         self.ends: ThreadPoolExecutor | None = None  # of calls that are in flight
@@ -39,6 +41,7 @@ class Worker:
 
     def submit(self, work: Callable[[], Times], call: str, deadline_s: float) -> WorkerHandle:
         """Queue a call."""
+        self.birthplace.require()
         with self.lock:
             return WorkerHandle(self._queue(lambda: Ended(work()), call), call, deadline_s)
 
@@ -60,6 +63,7 @@ class Worker:
             finally:
                 self.room.release()
 
+        self.birthplace.require()
         with self.lock:
             begun = self._pool(call).submit(take_off)
             if self.ends is None:
@@ -69,6 +73,7 @@ class Worker:
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """Carry out a call after those that are queued."""
+        self.birthplace.require()
         with self.lock:
             if self.pool is None or not self.busy():
                 return work()
@@ -117,12 +122,14 @@ class WorkerHandle:
     """A queued call."""
 
     def __init__(self, future: Future[Ended], call: str, deadline_s: float) -> None:
+        self.birthplace = Birthplace()
         self.future = future
         self.call = call
         self.deadline_s = deadline_s
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Return when it is done; raise what it raised."""
+        self.birthplace.require()
         try:
             self.future.result(deadline_s)
         except CancelledError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _world
 
 from syncline.current import current, latest, of_run, use_in_process
 from syncline.errors import ConfigError, JoinFailed, OutOfSharedMemory, UnknownName
@@ -73,7 +74,12 @@ def init(
 
 
 def end_with_script(fabric: Fabric) -> None:
-    """A script that has come to its end does what `close` does, also for the others; one that has failed just ends."""
+    """A script that has come to its end does what `close` does, also for the others; one that has failed just ends.
+
+    In a forked child torch would wait for threads of its groups that are the parent's, so they are never let go of.
+    """
+    for group in [] if fabric.birthplace.is_here() else [*_world.pg_map]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     if not hasattr(sys, "last_value"):
         fabric.finish()
     fabric.close(drain=False)

@@ -124,7 +124,10 @@ def start(context: BaseContext, number: int, world: int, join: Join, fn: Callabl
     """Start one rank."""
     inbox, outbox = context.Pipe(duplex=False)
     process = context.Process(  # type: ignore[attr-defined]
-        target=be_rank, args=(number, world, join, fn, life, outbox), name=f"rank {number}", daemon=True
+        target=be_rank,
+        args=(number, world, join, fn, life, multiprocessing.get_start_method(), outbox),
+        name=f"rank {number}",
+        daemon=True,
     )
     process.start()
     outbox.close()
@@ -232,21 +235,43 @@ def end_at_once(rank: Rank, strike: Callable[[], None]) -> None:
     kill_all(started)
 
 
-def be_rank(number: int, world: int, join: Join, fn: Callable[[Fabric], Any], life: Life, outbox: Connection) -> None:
-    """The life of a rank's process."""
+def be_rank(
+    number: int,
+    world: int,
+    join: Join,
+    fn: Callable[[Fabric], Any],
+    life: Life,
+    start_method: str,
+    outbox: Connection,
+) -> None:
+    """The life of a rank's process, which starts others as the starting process would."""
     import torch
 
     multiprocessing.current_process().daemon = False  # it is one to the starting process, and yet may start others
+    multiprocessing.set_start_method(start_method, force=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the starting process, which ends the ranks
     end_with_parent()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    process = os.getpid()
     try:
         with join(number, world, life) as fabric, using(fabric):
             message = ("result", fn(fabric), None)
+        end_forked(process)
         outbox.send_bytes(pickle.dumps(message))
     except BaseException as error:
+        end_forked(process, error)
         outbox.send_bytes(failure_message(error, traceback.format_exc()))
     outbox.close()
+
+
+def end_forked(rank: int, error: BaseException | None = None) -> None:
+    """A child that the function has forked ends here: it is not the rank, and has nothing to say for it."""
+    if os.getpid() == rank:
+        return
+    if isinstance(error, Exception):
+        traceback.print_exc()
+    code = error.code if isinstance(error, SystemExit) else error and 1
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def failure_message(error: BaseException, text: str) -> bytes:
