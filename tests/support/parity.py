@@ -119,6 +119,7 @@ def in_modes(modes: Sequence[str], what: Refused | Wrong) -> dict[str, Refused |
     return dict.fromkeys(modes, what)
 
 
+SECOND_BACKWARD = Refused(ConfigError, "a second backward pass came before the optimizer's step")
 FROZEN = Refused(ConfigError, "needs a gradient now, but was frozen")
 FROZEN_AT_SERVERS = Refused(ConfigError, "began to need gradients after servers were set up")
 THROWN_AWAY = Wrong("path: delayed, gradients that zero_grad() threw away are applied")
@@ -177,10 +178,14 @@ CASES: dict[str, Case] = {
         but=in_modes(["sync", "delayed"], ODD),
     ),
     "accumulate, clipped, the last of an epoch carried over": Case(
-        loop=partial(uneven_epochs, last="carried over"), settings={"accumulate": 2}, but={"sync": ODD}
+        loop=partial(uneven_epochs, last="carried over"),
+        settings={"accumulate": 2},
+        but={"sync": ODD, "delayed": SECOND_BACKWARD},
     ),
     "accumulate, clipped, the last of an epoch thrown away": Case(
-        loop=partial(uneven_epochs, last="thrown away"), settings={"accumulate": 2}, but={"sync": ODD}
+        loop=partial(uneven_epochs, last="thrown away"),
+        settings={"accumulate": 2},
+        but={"sync": ODD, "delayed": SECOND_BACKWARD},
     ),
     "GAN": Case(
         loop=adversaries,
