@@ -40,17 +40,21 @@ from support.user_loops import (
     add_noise,
     adversaries,
     after_each_step,
+    by_hand,
     by_plateau,
     changed,
     clamp,
+    clamp_data,
     clip_norm,
     clip_value,
     copied_by_hand,
     evaluated,
+    forgetful,
     frozen_later,
     hooked,
     infinite_once,
     kept_by_turns,
+    left_out,
     moving_average,
     nan_once,
     pairs,
@@ -227,13 +231,29 @@ CASES: dict[str, Case] = {
     ),
     "ReduceLROnPlateau": Case(loop=by_plateau),
     "weights loaded": Case(
-        loop=partial(reloaded, weights=True, state=False), but=in_modes(OUTER, LOADED) | in_modes(SERVED, WEIGHTS)
+        loop=partial(reloaded, weights=True, state=False, at=5),
+        but=in_modes(OUTER, LOADED) | in_modes(SERVED, WEIGHTS),
     ),
-    "optimizer state loaded": Case(loop=partial(reloaded, weights=False, state=True), but=in_modes(SERVED, WEIGHTS)),
-    "both loaded": Case(
-        loop=partial(reloaded, weights=True, state=True),
+    "weights loaded right after Sync": Case(
+        loop=partial(reloaded, weights=True, state=False, at=0),
+        but=in_modes(OUTER, LOADED) | in_modes(SERVED, WEIGHTS),
+    ),
+    "momenta loaded": Case(loop=partial(reloaded, weights=False, state=True, at=5), but=in_modes(SERVED, WEIGHTS)),
+    "momenta loaded right after Sync": Case(
+        loop=partial(reloaded, weights=False, state=True, at=0), but=in_modes(SERVED, WEIGHTS)
+    ),
+    "weights and momenta loaded": Case(
+        loop=partial(reloaded, weights=True, state=True, at=5),
         optimizers=ADAM,
         but=in_modes(OUTER, LOADED) | in_modes(SERVED, WEIGHTS),
+    ),
+    "momenta zeroed": Case(loop=forgetful, but=in_modes(SERVED, WEIGHTS)),
+    "learning rate set by hand": Case(loop=by_hand),
+    "a step left out": Case(loop=left_out, but={"delayed": THROWN_AWAY}),
+    "several backwards": Case(loop=pairs, but={"delayed": SECOND_BACKWARD}),
+    "several backwards, clipped": Case(loop=partial(pairs, clip=True), but={"delayed": SECOND_BACKWARD}),
+    "weights clamped through .data": Case(
+        loop=partial(after_each_step, change=clamp_data), but=in_modes(SERVED, WEIGHTS)
     ),
     "weights clamped": Case(loop=partial(after_each_step, change=clamp), but=in_modes(SERVED, WEIGHTS)),
     "tensor hooks before Sync": Case(loop=plain, optimizers=hooked(put_tensor_hooks)),

@@ -5,7 +5,6 @@ A loop is given a `Run`, which knows who is training, and is the same where ther
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -245,19 +244,45 @@ def sequential(optimizer: Optimizer) -> SequentialLR:
     return SequentialLR(optimizer, [first, CosineAnnealingLR(optimizer, STEPS)], [2])
 
 
-def reloaded(run: Run, weights: bool, state: bool) -> None:
-    """All ranks load what all had saved two steps before, or the weights of a model that was trained elsewhere."""
-    other = {name: 0.5 * tensor.cos() for name, tensor in run.model.state_dict().items()}
+def reloaded(run: Run, weights: bool, state: bool, at: int) -> None:
+    """All ranks load weights and momenta that come from elsewhere."""
+    other = copied_by_hand(run.model)
+    optimizer = run.scenario.optimizers(other)[0]
+    squared(other, Batch(0, 100)).backward()
+    optimizer.step()
     for step in range(STEPS):
-        if step == 3:
-            run.drain()
-            saved = copy.deepcopy(run.optimizer.state_dict())
-        if step == 5 and weights:
-            run.model.load_state_dict(other)
+        if step == at and weights:
+            run.model.load_state_dict(other.state_dict())
             run.loaded()
-        if step == 5 and state:
-            run.optimizer.load_state_dict(saved)
+        if step == at and state:
+            run.optimizer.load_state_dict(optimizer.state_dict())
         one_step(run, step)
+
+
+def forgetful(run: Run) -> None:
+    """Momenta begin anew."""
+    for step in range(STEPS):
+        if step == 4:
+            for state in run.optimizer.state.values():
+                state["momentum_buffer"].zero_()
+        one_step(run, step)
+
+
+def by_hand(run: Run) -> None:
+    """Without a scheduler."""
+    for step in range(STEPS):
+        for group in run.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.2 / (1 + step), 0.01 * step
+        one_step(run, step)
+
+
+def left_out(run: Run) -> None:
+    """All ranks leave out a step, as one whose norm is too large."""
+    for step in range(STEPS):
+        run.zero_grad()
+        run.backward(step)
+        if step != 3:
+            run.step()
 
 
 def after_each_step(run: Run, change: Callable[[nn.Module], None]) -> None:
@@ -270,6 +295,11 @@ def after_each_step(run: Run, change: Callable[[nn.Module], None]) -> None:
 def clamp(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.clamp_(-0.3, 0.3)
+
+
+def clamp_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.3, 0.3)
 
 
 def with_hooks(run: Run, put: Callable[[nn.Module, Sequence[Optimizer]], None]) -> None:
