@@ -60,7 +60,10 @@ def test_what_cannot_work_is_refused(settings: dict, kind: type, message: str) -
 @pytest.mark.parametrize("mode", ["async", "bounded:ahead=1"])
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(LBFGS, "LBFGS needs a closure"), (Around, "Around steps through another optimizer, SGD, which would stay")],
+    [
+        (LBFGS, "LBFGS evaluates a closure in its step"),
+        (Around, "Around steps through another optimizer, SGD, which would stay"),
+    ],
 )
 def test_an_optimizer_that_cannot_step_at_a_server_is_refused_by_all_ranks(kind: type, message: str, mode: str) -> None:
     error = start(nn.Linear(2, 2), kind=kind, mode=mode)

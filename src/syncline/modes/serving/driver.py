@@ -21,7 +21,7 @@ from syncline.modes.replica import Replica
 from syncline.modes.serving.client import Client
 from syncline.modes.serving.link import FabricLink, Link, LocalLink, Message, words_of
 from syncline.modes.serving.marks import Marks
-from syncline.modes.serving.optimizers import ServedGroups, groups_of, refuse_shared_memory, refuse_unservable
+from syncline.modes.serving.optimizers import ServedGroups, groups_of, refuse_shared_memory, refuse_wrappers
 from syncline.modes.serving.push import PushPipeline
 from syncline.modes.serving.server import Rules, Server
 from syncline.modes.serving.service import Service
@@ -58,7 +58,7 @@ class ServedDriver(Driver):
         sparse = sparse_names(replica.model)
         if sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which servers do not take; use mode=sync")
-        refuse_unservable(replica.optimizers)
+        refuse_wrappers(replica.optimizers)
         self.buckets = self.make_buckets()
         sizes = [sum(slot.parameter.nbytes for slot in slots) for slots in self.buckets.values()]
         self.server_of = deal(sizes, plan.roles.servers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,15 +25,9 @@ def groups_of(optimizers: Sequence[Optimizer]) -> Groups:
     ]
 
 
-def refuse_unservable(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that cannot step at a server: it has no closure, and no optimizer inside another."""
+def refuse_wrappers(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse an optimizer that has another one inside: at a server the inner one would step with a worker's tensors."""
     for optimizer in optimizers:
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise PairingError(
-                f"{type(optimizer).__name__} needs a closure, and a server, where this mode steps, has no batches to "
-                f"compute one with; use another optimizer, or mode=sync"
-            )
         for inner in optimizers_in(vars(optimizer).values()):
             raise PairingError(
                 f"{type(optimizer).__name__} steps through another optimizer, {type(inner).__name__}, which would stay "
