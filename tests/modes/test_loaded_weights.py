@@ -20,6 +20,7 @@ from support.diverging import AT, Happens, Outcome, train_while
 from support.models import mlp
 from support.references import same_bits
 from support.trainees import DEADLINES, HEAVY, PLAIN, SMALL_BUCKETS, Trainee, checkpoint_of, place_of, restore
+from syncline.guards.fingerprint import LOOKED_AT
 
 WORLD = 3
 MODES = {
@@ -174,6 +175,7 @@ def test_training_and_what_belongs_to_it_stays_as_it_was(happens: Happens, name:
     watched = syncline.run(partial(work, guarded=True), WORLD, "threads", DEADLINES)
     plain = syncline.run(partial(work, guarded=False), WORLD, "threads", DEADLINES)
     assert [rank.error for rank in watched] == [""] * WORLD, watched[0].message
+    assert all(rank.comparisons <= LOOKED_AT * (happens is diverging.all_clamp) for rank in watched)
     assert all(same_bits(mine.place, theirs.place) for mine, theirs in zip(watched, plain, strict=True))
 
 

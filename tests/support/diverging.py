@@ -58,7 +58,7 @@ def train_while(
             trainee.step()
     except SynclineError as raised:
         error = raised
-    driver = trainee.sync.driver
+    driver = getattr(trainee.sync.driver, "gradients", trainee.sync.driver)
     guard = driver.guard if isinstance(driver, GradientDriver) else None
     comparisons = guard.comparisons if guard is not None else 0
     if error is None:

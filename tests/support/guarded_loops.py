@@ -38,6 +38,7 @@ def run_loop(fabric: syncline.Fabric, loop: Loop, steps: int = 8) -> Ended:
     except SynclineError as raised:
         error = f"{type(raised).__name__}: {raised}"
     driver = sync.driver
+    driver = getattr(driver, "gradients", driver)
     assert isinstance(driver, GradientDriver)
     comparisons = driver.guard.comparisons if driver.guard is not None else 0
     return Ended(error, comparisons, [parameter.detach().clone() for parameter in model.parameters()])
@@ -215,12 +216,23 @@ def with_strangers(fabric: syncline.Fabric) -> Any:
 
 
 def zero_redundancy(fabric: syncline.Fabric) -> Any:
-    """Torch's own sharded optimizer, over the process group of the fabric."""
+    """Torch's own sharded optimizer, over the process group of the fabric. One rank has all of its state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    model = filled(Net())
+    model = filled(nn.Linear(6, 4, bias=False))
     optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=Adam, lr=0.01)
-    return syncline.Sync(model, optimizer, fabric=fabric), model, simple_step(fabric, model, optimizer)
+    train = simple_step(fabric, model, optimizer)
+
+    def step(number: int) -> None:
+        if number == 4:
+            saved = {}
+            for rank in range(fabric.world):
+                optimizer.consolidate_state_dict(to=rank)
+                saved = optimizer.state_dict() if rank == fabric.rank else saved
+            optimizer.load_state_dict(saved)
+        train(number)
+
+    return syncline.Sync(model, optimizer, fabric=fabric), model, step
 
 
 def one_evaluates_alone(fabric: syncline.Fabric) -> Any:
@@ -239,18 +251,74 @@ def one_evaluates_alone(fabric: syncline.Fabric) -> Any:
     return syncline.Sync(model, optimizer, fabric=fabric, mode="delayed"), model, step
 
 
-LARGE = 256  # several windows of the rolling digest
+# One element of a model that has several windows of the rolling digest, at a rate of 0, so that nothing follows from it
+
+LARGE = 256
 
 
-def edited_once(fabric: syncline.Fabric) -> Any:
-    """One element is changed on one rank through `.data`, at a rate of 0, so that nothing follows from it."""
+def large(fabric: syncline.Fabric, edit: Callable[[nn.Module, int], None], mode: str = "sync") -> Any:
     model = fill(nn.Sequential(nn.Linear(6, LARGE), nn.Linear(LARGE, LARGE), nn.Linear(LARGE, 4)), seed=0)
     optimizer = Adam(model.parameters(), lr=0.0)
     train = simple_step(fabric, model, optimizer)
 
     def step(number: int) -> None:
+        edit(model, number)
+        train(number)
+
+    return syncline.Sync(model, optimizer, fabric=fabric, mode=mode), model, step
+
+
+def edited_without_version(fabric: syncline.Fabric) -> Any:
+    def edit(model: nn.Module, number: int) -> None:
         if number == 2 and fabric.rank == 1:
             model[1].weight.data[200, 100] += 1.0
+
+    return large(fabric, edit)
+
+
+def edited_differently(fabric: syncline.Fabric, mode: str = "sync") -> Any:
+    """All ranks change the same element, equally often, to different values."""
+
+    @torch.no_grad()
+    def edit(model: nn.Module, number: int) -> None:
+        if number == 2:
+            model[1].weight[200, 100] += fabric.rank
+
+    return large(fabric, edit, mode)
+
+
+def loaded_differently(fabric: syncline.Fabric) -> Any:
+    def edit(model: nn.Module, number: int) -> None:
+        if number == 2:
+            saved = {name: weights.clone() for name, weights in model[1].state_dict().items()}
+            saved["weight"][200, 100] = fabric.rank
+            model[1].load_state_dict(saved)
+
+    return large(fabric, edit)
+
+
+def began_differently(fabric: syncline.Fabric) -> Any:
+    """The states of optimizers differ in one element when Sync is made."""
+    model = fill(nn.Sequential(nn.Linear(6, LARGE), nn.Linear(LARGE, LARGE), nn.Linear(LARGE, 4)), seed=0)
+    optimizer = Adam(model.parameters(), lr=0.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.state[model[1].weight]["exp_avg"][200, 100] += fabric.rank
+    return syncline.Sync(model, optimizer, fabric=fabric), model, simple_step(fabric, model, optimizer)
+
+
+def one_of_many_is_loaded(fabric: syncline.Fabric, layer: int) -> Any:
+    """Every rank loads other weights into one of so many small layers that not all of them are watched."""
+    layers = [nn.Linear(6, 4), *(nn.Linear(4, 4, bias=False) for _ in range(300))]
+    model = fill(nn.Sequential(*layers), seed=0)
+    optimizer = Adam(model.parameters(), lr=0.0)
+    train = simple_step(fabric, model, optimizer)
+
+    def step(number: int) -> None:
+        if number == 2:
+            saved = {"weight": model[layer].weight.detach() + fabric.rank}
+            model[layer].load_state_dict(saved)
         train(number)
 
     return syncline.Sync(model, optimizer, fabric=fabric), model, step
