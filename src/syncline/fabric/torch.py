@@ -7,6 +7,7 @@ blame and not the neighbour that gave up before them.
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -18,7 +19,8 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store, _new_process_group_helper, _world
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store, _new_process_group_helper, _world
 
 from syncline.collectives.execute import HALVES, Op
 from syncline.collectives.schedule import Hosts
@@ -62,7 +64,7 @@ class TorchFabric(MessageFabric):
         if self.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
             self.receives_ahead = False
-        self.inquest = Inquest(lambda: self.group, rank, world)
+        self.inquest = Inquest(lambda: self.group, rank, world, keeper_of_store(chosen))
         self.judging = threading.Lock()
         self.starting = threading.Lock()
         self.aloft: list[dist.Work] = []  # calls of the engine
@@ -211,6 +213,7 @@ class TorchFabric(MessageFabric):
             time.sleep(0.005)
 
     def _close(self, drain: bool) -> None:
+        self.inquest.linger()
         self.board.close()  # before others notice, who will want to know how far this rank came
         if not drain and self.worker.busy():
             with self.starting:  # and nobody else is to blame
@@ -223,6 +226,22 @@ class TorchFabric(MessageFabric):
         if self.owns_group and group in _world.pg_map:  # whichever thread closes it first, if the user has not
             dist.destroy_process_group(None if group is dist.group.WORLD else group)
         self.owns_group = False
+
+
+def keeper_of_store(group: dist.ProcessGroup) -> int | None:
+    """The rank of a group whose process keeps its store; None if none of its ranks does."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or dist.group.WORLD is None:
+        return None
+    is_kept = isinstance(base_of(dist.group.WORLD.get_group_store()), TCPStore)
+    ranks = dist.get_process_group_ranks(group)
+    return ranks.index(0) if is_kept and 0 in ranks else None
+
+
+def base_of(store: Store) -> Store:
+    """The store itself, without the prefixes of groups."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def make_group(

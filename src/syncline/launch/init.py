@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store, _world
+from torch.distributed.distributed_c10d import _world
 
 from syncline.current import current, latest, of_run, use_in_process
 from syncline.errors import ConfigError, JoinFailed, OutOfSharedMemory, UnknownName
@@ -21,7 +21,7 @@ from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.shm import MOST_RANKS, Meeting, ShmFabric, missing
 from syncline.fabric.shm_doors import ShmDoors, ShmNewcomer
 from syncline.fabric.threads import Threads, ThreadsFabric
-from syncline.fabric.torch import TorchFabric
+from syncline.fabric.torch import TorchFabric, base_of
 from syncline.fabric.torch_doors import TorchDoors
 from syncline.launch.torch import newcomer
 
@@ -139,17 +139,9 @@ def open_doors(fabric: Fabric, group: TorchFabric) -> None:
         fabric.doors = ShmDoors(fabric.meeting, fabric.deadlines)
         told = fabric.meeting.nonce.hex()
     else:
-        fabric.doors = TorchDoors(lambda: base_store_of(group), group.backend, fabric.deadlines)
+        fabric.doors = TorchDoors(lambda: base_of(group.group.get_group_store()), group.backend, fabric.deadlines)
     if fabric.rank == 0:
-        base_store_of(group).set(WHERE, told)
-
-
-def base_store_of(group: TorchFabric) -> Store:
-    """The store itself, without the prefixes of groups, as a newcomer finds it."""
-    store = group.group.get_group_store()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
+        base_of(group.group.get_group_store()).set(WHERE, told)
 
 
 def come_later(deadlines: Deadlines) -> Fabric:
