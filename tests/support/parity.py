@@ -42,19 +42,24 @@ from support.user_loops import (
     after_each_step,
     by_hand,
     by_plateau,
+    by_turns,
     changed,
     clamp,
     clamp_data,
     clip_norm,
     clip_value,
+    clipped_one_by_one,
     copied_by_hand,
+    drop_first,
     evaluated,
+    first_alone,
     forgetful,
     frozen_later,
     hooked,
     infinite_once,
     kept_by_turns,
     left_out,
+    momenta_at_the_start,
     moving_average,
     nan_once,
     pairs,
@@ -66,16 +71,20 @@ from support.user_loops import (
     reloaded,
     replaced,
     scaled,
+    scaled_adversaries,
+    scaled_optimizers,
     scheduled,
     seldom,
     sequential,
     sharpness_aware,
     surgery,
     through_data,
+    twice,
     uneven_epochs,
     unfrozen_later,
     with_closures,
     with_hooks,
+    zeroed_seldom,
 )
 from support.weights import assert_close, assert_replicas
 from syncline.errors import ConfigError, Desync, RankFailed, SynclineError
@@ -140,6 +149,9 @@ NO_CLOSURE = Wrong(
     RankFailed,
     Refused(ConfigError, "closure"),
 )
+TOO_EARLY = Wrong("none: servers are given a second optimizer's gradients before they are unscaled or clipped for it")
+AGAIN = Wrong("none: delayed, a step without a backward pass sends the gradients of the one before again")
+NO_GRADIENT = Wrong("crash: who reads p.grad gets None in delayed, in its first step", RankFailed)
 WEIGHTS = Wrong("servers: weights, momenta or clamps that all ranks apply after Sync are thrown away")
 CHANGED = Wrong("servers: gradients changed by .data or by step hooks set after Sync are ignored")
 TWO_OPTIMIZERS = Wrong("servers: one Sync, two optimizers, GAN loop: nothing is ever trained")
@@ -156,7 +168,7 @@ CASES: dict[str, Case] = {
     "clipped by norm": Case(loop=partial(changed, change=clip_norm)),
     "clipped by value": Case(
         loop=partial(changed, change=clip_value),
-        but={"delayed": Wrong("crash: who reads p.grad gets None in delayed, in its first step", RankFailed)},
+        but={"delayed": NO_GRADIENT},
     ),
     "gradient noise": Case(loop=partial(changed, change=add_noise)),
     "gradients replaced": Case(loop=partial(changed, change=replaced)),
@@ -171,6 +183,9 @@ CASES: dict[str, Case] = {
     ),
     ".grad.data.clamp_()": Case(
         loop=partial(changed, change=partial(through_data, change=lambda grad: grad.clamp_(-0.02, 0.02)))
+    ),
+    "a gradient set to None": Case(
+        loop=partial(changed, change=drop_first), optimizers=ADAM, but=in_modes(SERVED, CHANGED)
     ),
     "accumulate": Case(loop=pairs, settings={"accumulate": 2}),
     "no_sync": Case(loop=partial(pairs, pause=True)),
@@ -203,6 +218,15 @@ CASES: dict[str, Case] = {
     "two optimizers": Case(loop=plain, optimizers=of_layers),
     "two optimizers, one seldom": Case(
         loop=seldom, optimizers=of_layers, but={"delayed": THROWN_AWAY, **in_modes(SERVED, SELDOM)}
+    ),
+    "two optimizers by turns": Case(
+        loop=by_turns, optimizers=of_layers, but={"delayed": THROWN_AWAY, **in_modes(SERVED, SELDOM)}
+    ),
+    "two optimizers, one never": Case(
+        loop=first_alone, optimizers=of_layers, but={"delayed": THROWN_AWAY, **in_modes(SERVED, SELDOM)}
+    ),
+    "two optimizers, clipped one by one": Case(
+        loop=clipped_one_by_one, optimizers=of_layers, but={"bounded": TOO_EARLY, "async": TOO_EARLY._replace(world=2)}
     ),
     "EMA": Case(loop=partial(moving_average, averaged=copied_by_hand)),
     "AveragedModel": Case(
@@ -247,9 +271,12 @@ CASES: dict[str, Case] = {
         optimizers=ADAM,
         but=in_modes(OUTER, LOADED) | in_modes(SERVED, WEIGHTS),
     ),
+    "momenta loaded before Sync": Case(loop=plain, optimizers=momenta_at_the_start, but=in_modes(SERVED, WEIGHTS)),
     "momenta zeroed": Case(loop=forgetful, but=in_modes(SERVED, WEIGHTS)),
     "learning rate set by hand": Case(loop=by_hand),
     "a step left out": Case(loop=left_out, but={"delayed": THROWN_AWAY}),
+    "two steps for one backward": Case(loop=twice, but={"delayed": AGAIN}),
+    "gradients kept over steps": Case(loop=zeroed_seldom, optimizers=one(SGD, lr=0.02)),
     "several backwards": Case(loop=pairs, but={"delayed": SECOND_BACKWARD}),
     "several backwards, clipped": Case(loop=partial(pairs, clip=True), but={"delayed": SECOND_BACKWARD}),
     "weights clamped through .data": Case(
@@ -275,6 +302,19 @@ CASES: dict[str, Case] = {
     "NaN skipped": Case(loop=plain, loss=nan_once, optimizers=ADAM),
     "GradScaler": Case(loop=scaled, scaler=SCALER),
     "GradScaler, overflow": Case(loop=scaled, loss=infinite_once, scaler=SCALER),
+    "GradScaler, two optimizers": Case(
+        loop=scaled_optimizers,
+        optimizers=of_layers,
+        scaler=SCALER,
+        but={"bounded": TOO_EARLY, "async": TOO_EARLY._replace(world=2)},
+    ),
+    "GradScaler, GAN": Case(
+        loop=scaled_adversaries,
+        model=Pair,
+        optimizers=of_parts,
+        scaler=SCALER,
+        but={"delayed": NO_GRADIENT, **in_modes(SERVED, TWO_OPTIMIZERS)},
+    ),
     "evaluated between": Case(loop=evaluated),
 }
 

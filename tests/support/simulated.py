@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,8 +88,7 @@ class Delayed(Simulated):
         self.is_paused = self.is_at_hand = False
         self.model.register_forward_pre_hook(lambda *_: self.before_forward())
         if self.scaler is not None:
-            step = self.scaler.step
-            self.scaler.step = lambda optimizer: (step(optimizer), self.commit(optimizer))
+            self.scaler.step = partial(self.scaled_step, self.scaler.step)
 
     @contextmanager
     def more_to_come(self) -> Iterator[None]:
@@ -114,7 +114,8 @@ class Delayed(Simulated):
         """Where there is nothing yet, loops that look at gradients find zeros, with which nobody steps."""
         for parameter in self.model.parameters():
             late = self.late.get(parameter)
-            parameter.grad = late * scale if late is not None else torch.zeros_like(parameter)
+            nothing = torch.zeros_like(parameter) if parameter in self.fresh else None
+            parameter.grad = late * scale if late is not None else nothing
 
     def before_step(self, optimizer: Optimizer) -> None:
         super().before_step(optimizer)
@@ -125,9 +126,15 @@ class Delayed(Simulated):
         self.is_at_hand = False
         self.commit(optimizer)
 
+    def scaled_step(self, step: Callable[[Optimizer], Any], optimizer: Optimizer) -> None:
+        """What is fresh counts also where the scaler leaves out the step, because what was late is not finite."""
+        waiting = {parameter for parameter in parameters_of(optimizer) if parameter in self.fresh}
+        step(optimizer)
+        if waiting & self.fresh.keys():
+            self.commit(optimizer)
+
     def commit(self, optimizer: Optimizer) -> None:
-        """Also when a scaler has left out the step, because what was late was not finite."""
-        for parameter in parameters_of(optimizer) if self.fresh else ():
+        for parameter in parameters_of(optimizer):
             self.late.pop(parameter, None)
             if parameter in self.fresh:
                 self.late[parameter] = self.fresh.pop(parameter)

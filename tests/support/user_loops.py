@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import AveragedModel
 
-from support.batches import ROWS, Batch, generator_of
+from support.batches import ROWS, Batch, fill, generator_of
 from support.losses import squared
 from support.models import mlp
 from support.runs import Run
@@ -85,6 +85,12 @@ def replaced(run: Run, step: int) -> None:
             parameter.grad = 0.5 * parameter.grad.detach()
 
 
+def drop_first(run: Run, step: int) -> None:
+    """A layer that is not to learn in some steps."""
+    if step % 2:
+        next(run.model.parameters()).grad = None
+
+
 def pairs(run: Run, pause: bool = False, clip: bool = False) -> None:
     """Two backward passes a step."""
     for step in range(STEPS):
@@ -150,6 +156,32 @@ def seldom(run: Run) -> None:
         first.step()
         if step % 3 == 2:
             second.step()
+
+
+def by_turns(run: Run) -> None:
+    """In each step one optimizer of two."""
+    for step in range(STEPS):
+        run.zero_grad()
+        run.backward(step)
+        run.optimizers[step % 2].step()
+
+
+def first_alone(run: Run) -> None:
+    """The second optimizer waits for a phase that does not come."""
+    for step in range(STEPS):
+        run.zero_grad()
+        run.backward(step)
+        run.optimizer.step()
+
+
+def clipped_one_by_one(run: Run) -> None:
+    """The gradients of an optimizer are clipped right before its step."""
+    for step in range(STEPS):
+        run.zero_grad()
+        run.backward(step)
+        for optimizer in run.optimizers:
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+            optimizer.step()
 
 
 def moving_average(run: Run, averaged: Callable[[nn.Module], nn.Module]) -> None:
@@ -276,6 +308,22 @@ def by_hand(run: Run) -> None:
         one_step(run, step)
 
 
+def twice(run: Run) -> None:
+    """Two steps with the gradients of one backward pass."""
+    for step in range(STEPS):
+        one_step(run, step)
+        run.step()
+
+
+def zeroed_seldom(run: Run) -> None:
+    """Gradients add up over steps."""
+    for step in range(STEPS):
+        if step % 3 == 0:
+            run.zero_grad()
+        run.backward(step)
+        run.step()
+
+
 def left_out(run: Run) -> None:
     """All ranks leave out a step, as one whose norm is too large."""
     for step in range(STEPS):
@@ -341,12 +389,42 @@ def scaled(run: Run) -> None:
         run.noted.append(run.scaler.get_scale())
 
 
+def scaled_optimizers(run: Run) -> None:
+    """Several optimizers and one scaler, which unscales the gradients of each in its step."""
+    for step in range(STEPS):
+        run.zero_grad()
+        run.backward_of(run.scaler.scale(run.loss(step)))
+        for optimizer in run.optimizers:
+            run.scaler.step(optimizer)
+        run.scaler.update()
+
+
+def scaled_adversaries(run: Run) -> None:
+    for_generator, for_critic = run.optimizers
+    for step in range(STEPS):
+        for optimizer, loss in zip((for_critic, for_generator), real_from_fake(run), strict=True):
+            optimizer.zero_grad()
+            run.backward_of(run.scaler.scale(run.loss(step, loss)))
+            run.scaler.step(optimizer)
+        run.scaler.update()
+
+
 def infinite_once(model: nn.Module, batch: Batch) -> Tensor:
     return squared(model, batch) * (torch.inf if batch.rank and batch.step == 2 else 1.0)
 
 
 def nan_once(model: nn.Module, batch: Batch) -> Tensor:
     return squared(model, batch) * (torch.nan if (batch.rank, batch.step) == (0, 2) else 1.0)
+
+
+def momenta_at_the_start(model: nn.Module) -> list[Optimizer]:
+    """An optimizer that has loaded a checkpoint before Sync is made."""
+    (optimizer,), other = MOMENTUM(model), fill(mlp(), seed=3)
+    (trained,) = MOMENTUM(other)
+    squared(other, Batch(0, 100)).backward()
+    trained.step()
+    optimizer.load_state_dict(trained.state_dict())
+    return [optimizer]
 
 
 # Hooks; linear ones, so that ranks may set them on gradients of their own
