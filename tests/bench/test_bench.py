@@ -28,6 +28,9 @@ from syncline.cli.main import app
 from syncline.codecs.registry import codec_of
 from syncline.errors import SynclineError
 
+# They start processes and train, several times over: on a machine with ten times as much to do, a minute is not enough.
+pytestmark = pytest.mark.timeout(180)
+
 
 def needed(name: str) -> None:
     """Skip where a peer is not installed, unless all of them are required."""
