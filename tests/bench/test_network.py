@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import threading
 from io import StringIO
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from syncline.bench.hosts import OnHosts, hosts, why_not
+from syncline.bench.hosts import OnHosts, hosts, locked_within, why_not
 from syncline.bench.link import sent_by
 from syncline.bench.network import RATES, rows_of, verdict
 from syncline.bench.network_rank import Figures
@@ -136,9 +138,11 @@ def failing(fabric) -> None:
 
 
 @pytest.mark.needs_net
-def test_ranks_run_on_hosts_and_their_errors_come_back():
+@pytest.mark.timeout(120)
+def test_ranks_run_on_hosts_and_their_errors_come_back(monkeypatch):
     needs_hosts()
     with hosts(2, "1gbit"):
+        monkeypatch.setattr("syncline.bench.hosts.PATIENCE_S", 0.0)
         with pytest.raises(ConfigError, match="in use by another run"), hosts(2, "1gbit"):
             pass
         assert all(0 < sent < 100_000 for _, sent in run_processes(sent_here, 2, OnHosts()))
@@ -146,3 +150,11 @@ def test_ranks_run_on_hosts_and_their_errors_come_back():
             run_processes(failing, 2, OnHosts())
     with pytest.raises(SynclineError, match="slhost0"):
         run_processes(sent_here, 2, OnHosts())
+
+
+def test_a_lock_of_another_run_is_waited_for_so_long(tmp_path):
+    with (tmp_path / "lock").open("w") as theirs, (tmp_path / "lock").open("w") as mine:
+        assert locked_within(theirs, 0.0)
+        assert not locked_within(mine, 0.2)
+        threading.Timer(0.3, lambda: fcntl.flock(theirs, fcntl.LOCK_UN)).start()
+        assert locked_within(mine, 20.0)

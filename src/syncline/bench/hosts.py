@@ -10,11 +10,12 @@ import fcntl
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from syncline.errors import ConfigError, SynclineError
 from syncline.fabric.deadlines import Deadlines
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 BRIDGE = "slbridge"
 SUBNET = "10.78.0"
 DEVICE = "eth0"  # of every host
+PATIENCE_S = 0.0  # until another run on this machine has ended
 
 
 def why_not() -> str:
@@ -56,14 +58,26 @@ def hosts(count: int, rate: str) -> Iterator[Hosts]:
 def only_user() -> Iterator[None]:
     """There is one set of hosts, and making them begins with removing what a run that was killed has left."""
     with Path("/run/syncline-hosts.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError("emulated hosts are in use by another run on this machine; wait for its end") from None
+        if not locked_within(file, PATIENCE_S):
+            raise ConfigError("emulated hosts are in use by another run on this machine; wait for its end")
         try:
             yield
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)  # closing would not do, where a process that was forked has it open too
+
+
+def locked_within(file: IO[str], patience_s: float) -> bool:
+    """Whether the file could be locked, which is tried for so long, and once at least."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.1)
+        else:
+            return True
 
 
 class Hosts:
