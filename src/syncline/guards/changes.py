@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -71,7 +72,7 @@ class Changes:
 
     def find_tensors(self) -> bool:
         """Take note of the tensors that there are now; whether they are others. If not, the list is the same one."""
-        found = [*self.parameters, *self.find_state()]
+        found = [*self.parameters, *(one for one in self.find_state() if one.layout == torch.strided)]
         is_new = len(found) != len(self.tensors) or not all(map(is_, found, self.tensors))
         if is_new:
             self.tensors = found

@@ -61,9 +61,19 @@ def are_shards(parts: Sequence[set[str]]) -> bool:
 
 def digest_of(tensor: Tensor) -> int:
     """63 bits that depend on every bit and its place."""
-    data = tensor.detach().cpu().contiguous().view(-1)
-    content = data.view(torch.uint8).numpy().data if data.numel() else b""
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
+    digest = hashlib.blake2b(digest_size=8)
+    for part in strided_parts(tensor.detach()):
+        data = part.cpu().contiguous().view(-1)
+        digest.update(data.view(torch.uint8).numpy().data if data.numel() else b"")
+    return int.from_bytes(digest.digest(), "big") >> 1
+
+
+def strided_parts(tensor: Tensor) -> list[Tensor]:
+    """A tensor itself, or the indices and values of one that is sparse, as SGD has momenta of sparse gradients."""
+    if not tensor.is_sparse:
+        return [tensor]
+    coalesced = tensor.coalesce()
+    return [coalesced.indices(), coalesced.values()]
 
 
 def difference(
