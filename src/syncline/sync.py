@@ -37,7 +37,7 @@ from syncline.modes.settings import Buffers, Settings
 from syncline.modes.staleness import Staleness
 from syncline.pipeline import DivideBy
 from syncline.replica.grad_scalers import ScalerListener, stepping_scaler, watch_scaler
-from syncline.replica.optimizer_steps import StepListener, watch_steps
+from syncline.replica.optimizer_steps import Step, StepListener, watch_steps
 from syncline.replicas import broadcast_tensors, compare_layouts, model_tensors
 from syncline.state import STATE_VERSION, choose_state, holds_work
 from syncline.tracing.quality import Quality
@@ -300,8 +300,8 @@ class Sync:
 
     # What happens by itself
 
-    def _before_step(self, optimizer: Optimizer) -> bool:
-        """Make gradients what the optimizer should see; False if it is to make no step with them."""
+    def _before_step(self, optimizer: Optimizer) -> Step:
+        """Make gradients what the optimizer should see, and say who is to make a step with them."""
         if self._given.world == 1:
             refuse_outlived(self._given)
         if self.driver is not None:
@@ -314,7 +314,9 @@ class Sync:
                 self.membership.refuse_replaced(self.driver.without_gradient())
             harm = self.driver.harm_done() if problem and self.driver is not None else ""
             self.skips = bool(problem) if self._scaler_judges() else self.skipping.judge(problem, harm)
-        return not self._skips(optimizer) and (self.driver is None or not self.driver.withholds)
+        if self._skips(optimizer):
+            return Step.NOBODY
+        return self.driver.makes_step() if self.driver is not None else Step.HERE
 
     def _begins_round(self, optimizer: Optimizer) -> bool:
         """Whether a step of this optimizer is the first with the gradients at hand."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -104,6 +105,16 @@ class Run:
             [tensor.clone() for optimizer in self.optimizers for tensor in state_of(optimizer)],
             self.noted,
         )
+
+
+def put_around_step(optimizer: Optimizer, around: Callable) -> None:
+    """Have something called with the optimizer's step instead of it."""
+    inner = optimizer.step
+
+    def step(one: Optimizer, *arguments: object) -> object:
+        return around(inner, one, *arguments)
+
+    optimizer.step = MethodType(step, optimizer)
 
 
 class SyncRun(Run):

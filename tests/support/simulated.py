@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from support.on_a_line import Turns
-from support.runs import Result, Run
+from support.runs import Result, Run, put_around_step
 from support.scenarios import Scenario
 
 PATIENCE_S = 20.0
@@ -89,6 +89,15 @@ class Delayed(Simulated):
         self.model.register_forward_pre_hook(lambda *_: self.before_forward())
         if self.scaler is not None:
             self.scaler.step = partial(self.scaled_step, self.scaler.step)
+        for optimizer in self.optimizers:
+            put_around_step(optimizer, self.step_if_due)
+
+    def step_if_due(self, step: Callable, optimizer: Optimizer) -> None:
+        """There is no step, and nothing that comes after one, where there is nothing yet."""
+        if self.late:
+            step()
+        else:
+            self.after_step(optimizer)
 
     @contextmanager
     def more_to_come(self) -> Iterator[None]:

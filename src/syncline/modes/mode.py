@@ -19,6 +19,7 @@ from syncline.guards.finite import harm_done
 from syncline.modes.replica import Replica
 from syncline.modes.staleness import Staleness
 from syncline.pipeline import CodecPipeline, DivideBy, Pipeline
+from syncline.replica.optimizer_steps import Step
 from syncline.tracing.quality import Quality
 
 
@@ -42,7 +43,7 @@ class Driver(ABC):
     """A mode at work on one rank."""
 
     reducer: Reducer | None = None  # of modes that send gradients
-    withholds = False  # the optimizer is to change nothing: somebody else does
+    withholds = False  # there are no gradients to make a step with
     mends_parameters = False  # that are not finite on a rank: it takes those of others
     spoils_all = True  # what is wrong with some gradients is so with all that came with them
 
@@ -58,6 +59,10 @@ class Driver(ABC):
         """What earlier steps have done to parameters, if anything; asked when something is wrong with gradients."""
         trained = ((name, p) for name, p in self.replica.named() if p.requires_grad)
         return harm_done(trained, self.mends_parameters)
+
+    def makes_step(self) -> Step:
+        """Who makes the step with gradients that are good."""
+        return Step.NOBODY if self.withholds else Step.HERE
 
     def after_step(self) -> None:
         """One optimizer has made its step."""

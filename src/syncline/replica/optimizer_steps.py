@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 from types import MethodType
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -28,20 +29,29 @@ from syncline.guards.claims import claimed
 from syncline.guards.finite import WithheldGradients
 
 
+class Step(IntEnum):
+    """Who makes a step with the gradients at hand."""
+
+    HERE = 0
+    ELSEWHERE = 1  # a server does: the optimizer is not called, but what comes after its step is
+    NOBODY = 2
+
+
 @dataclass(frozen=True, eq=False)
 class StepListener:
     """What is told of the steps of an optimizer."""
 
-    before: Callable[[Optimizer], bool]  # makes gradients what it should see; False if it is to make no step with them
+    before: Callable[[Optimizer], Step]  # makes gradients what the optimizer should see, if it is to make a step
     after: Callable[[Optimizer], None]  # the step has been made, or left out
 
 
 class StepSkipped(BaseException):
     """Ends a step that is not to be made. It never leaves `WatchedOptimizer.run`."""
 
-    def __init__(self, watched: WatchedOptimizer, loss: Any) -> None:
+    def __init__(self, watched: WatchedOptimizer, step: Step, loss: Any) -> None:
         super().__init__()
         self.watched = watched
+        self.step = step
         self.loss = loss  # of the closure
 
 
@@ -95,11 +105,17 @@ class WatchedOptimizer:
             if skipped.watched is not self:
                 raise
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks whether step was called
-            self.ended(self.optimizer)
+            self.end_skipped(skipped.step, args, kwargs)
             return skipped.loss
         finally:
             _running.depth -= 1
             self.can_end = before
+
+    def end_skipped(self, step: Step, args: Any, kwargs: Any) -> None:
+        """Call the hooks that come after a step that was made elsewhere; after one that nobody made, only our own."""
+        hooks = list(self.optimizer._optimizer_step_post_hooks.values()) if step == Step.ELSEWHERE else [self.ended]
+        for hook in hooks:
+            hook(self.optimizer, (self.optimizer, *args), kwargs)
 
     def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """See that nothing but synchronized, finite gradients reach the optimizer; a closure makes them first."""
@@ -111,8 +127,7 @@ class WatchedOptimizer:
         itself, *given = args
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
-            if not self.prepare():
-                self.skip(None)
+            self.skip_unless_here(self.prepare(), None)
             return None
         synchronized = self.synchronize_closure(closure)
         if given:
@@ -127,21 +142,21 @@ class WatchedOptimizer:
             self.withheld.give_back()
             loss = closure()
             with torch.no_grad():
-                if not self.prepare():
-                    self.skip(loss, has_begun=next(calls) > 0)
+                self.skip_unless_here(self.prepare(), loss, has_begun=next(calls) > 0)
             return loss
 
         return synchronized
 
-    def prepare(self) -> bool:
+    def prepare(self) -> Step:
         """Ask every listener, also when the first has said no: ranks talk to each other there."""
-        answers = [listener.before(self.optimizer) for listener in self.listeners]
-        return all(answers)
+        return max([listener.before(self.optimizer) for listener in self.listeners])
 
-    def skip(self, loss: Any, has_begun: bool = False) -> None:
-        """End the step here. Where that cannot be done, the optimizer finds no gradients."""
+    def skip_unless_here(self, step: Step, loss: Any, has_begun: bool = False) -> None:
+        """End a step that is not to be made here. Where that cannot be done, the optimizer finds no gradients."""
+        if step == Step.HERE:
+            return
         if self.can_end and not has_begun:
-            raise StepSkipped(self, loss)
+            raise StepSkipped(self, step, loss)
         self.withheld.withhold(p for group in self.optimizer.param_groups for p in group["params"])
 
     def after(self, optimizer: Optimizer, *_: object) -> None:

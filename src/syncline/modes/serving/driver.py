@@ -28,6 +28,7 @@ from syncline.modes.serving.service import Service
 from syncline.modes.serving.shards import Roles, deal, merged
 from syncline.modes.staleness import Staleness
 from syncline.pipeline import Pipeline
+from syncline.replica.optimizer_steps import Step
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,6 @@ class Plan:
 
 class ServedDriver(Driver):
     """One rank of it."""
-
-    withholds = True
 
     def __init__(self, replica: Replica, plan: Plan) -> None:
         super().__init__(replica)
@@ -166,6 +165,9 @@ class ServedDriver(Driver):
             self.talk(self.enter, "entering again")
         self.push_what_changed(self.reducer)
         return self.problem
+
+    def makes_step(self) -> Step:
+        return Step.ELSEWHERE
 
     def refuse_scaled(self) -> None:
         """A fused optimizer unscales gradients itself, where servers cannot see by how much."""
