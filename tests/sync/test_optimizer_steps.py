@@ -102,6 +102,13 @@ def test_hooks_of_the_user_that_come_after_a_step_do_not_see_one_that_was_not_ma
         assert seen.count("after Sync") == STEPS - 1
 
 
+@pytest.mark.parametrize("mode", ["async", "bounded:ahead=1"])
+def test_hooks_of_the_user_see_every_step_that_a_server_makes(mode: str) -> None:
+    for rank, (_, _, seen) in enumerate(outcomes(make=partial(SGD, lr=0.1), mode=mode, nan_in=2)):
+        assert seen.count("before Sync") == STEPS
+        assert seen.count("after Sync") == STEPS - (rank == 1)  # which has the NaN
+
+
 # Who else replaces or copies `step`
 
 
