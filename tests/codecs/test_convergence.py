@@ -272,7 +272,9 @@ def learn(
     pupil = copy.deepcopy(pupil)
     chosen = codec_of(codec)
     optimizer = torch.optim.SGD(pupil.parameters(), lr=rate, momentum=momentum_for(chosen))
-    syncline.Sync(pupil, optimizer, fabric=fabric, codec=chosen, bucket_bytes=2000, first_bucket_bytes=500)
+    syncline.Sync(
+        pupil, optimizer, fabric=fabric, codec=chosen, bucket_bytes=2000, first_bucket_bytes=500, divergence_guard=False
+    )
     for step in range(steps):
         if step == 3 * steps // 4:
             optimizer.param_groups[0]["lr"] = rate / 10

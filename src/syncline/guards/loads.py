@@ -7,7 +7,8 @@ loaded the same ones, which they tell each other by a digest when they next sync
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Self
+from contextlib import nullcontext
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -22,16 +23,26 @@ Named = Sequence[tuple[str, Tensor]]
 Loaded = dict[str, Tensor]  # parameters by name
 
 
-class ModuleLoads:
-    """Tells which parameters one module has loaded. In a copy of the model it tells nobody."""
+class LoadHook:
+    """A hook of a module that copies and files of the model do not have: they call something that does nothing."""
 
-    def __init__(self, own: Loaded | None = None, tell: Callable[[Loaded], None] | None = None) -> None:
-        self.own = own or {}
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *given: object) -> None:
+        self.call(*given)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+class ModuleLoads:
+    """Tells which parameters one module has loaded."""
+
+    def __init__(self, own: Loaded, tell: Callable[[Loaded], None]) -> None:
+        self.own = own
         self.tell = tell
         self.versions: dict[str, int] = {}
-
-    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
-        return type(self), ()
 
     def before(self, *_: object) -> None:
         """The module is about to load."""
@@ -40,7 +51,7 @@ class ModuleLoads:
     def after(self, *_: object) -> None:
         """The module has loaded those parameters that have another version now."""
         changed = {name: p for name, p in self.own.items() if p._version != self.versions.get(name)}
-        if changed and self.tell is not None:
+        if changed:
             self.tell(changed)
 
 
@@ -52,8 +63,8 @@ def watch_loads(model: nn.Module, named: Named, tell: Callable[[Loaded], None]) 
         own: Loaded = {names[id(p)]: p for p in module.parameters(recurse=False) if id(p) in names}
         if own:
             watched = ModuleLoads(own, tell)
-            hooks.append(module.register_load_state_dict_pre_hook(watched.before))  # type: ignore[no-untyped-call]
-            hooks.append(module.register_load_state_dict_post_hook(watched.after))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_load_state_dict_pre_hook(LoadHook(watched.before)))  # type: ignore[no-untyped-call]
+            hooks.append(module.register_load_state_dict_post_hook(LoadHook(watched.after)))  # type: ignore[no-untyped-call]
     return hooks
 
 
