@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from syncline.guards.loads import Named, watch_loads
 
 FEWEST_PARAMETERS, FEWEST_STATE = 48, 16  # tensors that are watched at a time, or all
-WORTH_BYTES = 64 * 1024  # of tensors, for each one more: a step takes longer with them
+WORTH_BYTES = 256 * 1024  # of tensors, for each one more: a step takes longer with them
 FIND_EVERY = 1000  # passes after which tensors are looked up again
 FIRST_PASSES = (2, 3)  # in which it shows whether an optimizer replaces its tensors
 version_of = attrgetter("_version")

@@ -8,6 +8,8 @@ that was not found harmless before, all ranks compare all of it before they step
 from __future__ import annotations
 
 import hashlib
+import struct
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +27,10 @@ from syncline.guards.rolling import RollingDigest
 from syncline.tracing.spans import Recorder
 
 DIGEST_BITS = 24  # of a fingerprint; one that is equal by chance is another one in the next pass
+COVERED_WITHIN = 200  # passes in which every byte of the replica is hashed once
+HASH_EVERY = 2  # passes; what a window costs is mostly to find it, so larger ones less often cost less
 LOOKED_AT = 3  # comparisons after which changes of a kind that left replicas equal are taken for a habit of the loop
+PARTS = struct.Struct("<q8sdqqQ")  # number of the pass, hyperparameters, loss scale, changes, loads, window of bytes
 MOST_KINDS = 8  # of changes that are told apart; a loop that has more of them changes its weights all the time
 
 
@@ -53,7 +58,7 @@ class ReplicaGuard:
     ) -> None:
         self.hyperparameters = Hyperparameters(optimizers)
         self.changes = Changes(model, named, optimizers, find_state)
-        self.rolling = RollingDigest()
+        self.rolling = RollingDigest(COVERED_WITHIN // HASH_EVERY)
         self.scaler = scaler
         self.recorder = recorder
         self.told: set[Outside] = set()  # since replicas were last found equal
@@ -79,9 +84,15 @@ class ReplicaGuard:
             else:
                 self.told.add(outside)
             scale = self.scaler.get_scale() if self.scaler is not None else 1.0
-            window = self.rolling.of(number, self.changes.tensors)
-            digest = digest_of(number, self.hyperparameters.digest(), scale, *outside, window)
+            window = self.hash_window(number)
+            digest = quick_digest(number, self.hyperparameters.digest(), scale, outside, window)
             return Fingerprint(outside != NOTHING, digest)
+
+    def hash_window(self, number: int) -> int:
+        """Hash of the next window of the replica's bytes; 0 in passes between windows, where there are several."""
+        if number % HASH_EVERY and not self.rolling.has_one_window:
+            return 0
+        return self.rolling.of(number // HASH_EVERY, self.changes.tensors)
 
     def is_habit(self, outside: Outside) -> bool:
         """Whether such changes need no comparison: there are none, or replicas were equal after them before."""
@@ -123,6 +134,12 @@ class ReplicaGuard:
     def close(self) -> None:
         """Stop watching."""
         self.changes.close()
+
+
+def quick_digest(number: int, hyperparameters: bytes, scale: float, outside: Outside, window: int) -> int:
+    """`DIGEST_BITS` bits of a replica's fingerprint, in a microsecond: different ones are equal by chance only."""
+    packed: bytes = PARTS.pack(number, hyperparameters, scale, *outside, window)
+    return int(zlib.crc32(packed)) & (1 << DIGEST_BITS) - 1
 
 
 def digest_of(*parts: object) -> int:

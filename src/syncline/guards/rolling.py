@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
+from operator import attrgetter
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ else:
 
 SMALLEST_WINDOW_BYTES = 16 * 1024
 WORD = 8
+bytes_of = attrgetter("nbytes")
 STEP, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 
 
@@ -60,11 +61,16 @@ class RollingDigest:
         if tensors is not self.tensors or len(tensors) != len(self.layout.sizes):
             self.lay_out(tensors)
         runs = self.runs_of(number)
-        if any(span.tensor.nbytes != span.size for run in runs for span in run.spans):  # data was replaced
+        if not all(run.is_as_laid_out() for run in runs):  # data was replaced
             self.lay_out(tensors)
             runs = self.runs_of(number)
         total = (self.layout.digest + sum(run.digest() for run in runs)) % 2**64
         return total >> 32 ^ total & 0xFFFFFFFF
+
+    @property
+    def has_one_window(self) -> bool:
+        """Whether every digest covers all bytes, of the tensors that the last one was of."""
+        return self.layout.num_windows == 1
 
     def lay_out(self, tensors: Sequence[Tensor]) -> None:
         """Lay out windows for tensors of these sizes."""
@@ -149,23 +155,43 @@ class Span:
         some = rows[first:last].resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
         return some.view(-1).view(torch.uint8)[self.lo - first * row_bytes : self.hi - first * row_bytes]
 
+    def piece(self) -> tuple[int, int]:
+        """Address and number of the bytes, where they lie in a row."""
+        return self.tensor.data_ptr() + self.lo, self.hi - self.lo
+
     def lies_in_a_row(self) -> bool:
         """Whether the bytes can be read where they are."""
         return self.tensor.is_contiguous() and not self.tensor.is_conj() and not self.tensor.is_neg()
 
 
-class Run(NamedTuple):
+class Run:
     """Spans in one place, one after the other, of which each begins a new word."""
 
-    place: torch.device | None
-    spans: list[Span]
-    first: int  # number of the first word
+    def __init__(self, place: torch.device | None, spans: list[Span], first: int) -> None:
+        self.place = place
+        self.spans = spans
+        self.first = first  # number of the first word
+        self.tensors = [span.tensor for span in spans]
+        self.sizes = [span.size for span in spans]
+        self.pointers: list[int] = []  # of the tensors, when `pieces` were found
+        self.pieces: list[tuple[int, int]] = []  # what the native kernel reads, where no copy is needed
+
+    def is_as_laid_out(self) -> bool:
+        """Whether the tensors are as large as they were."""
+        return list(map(bytes_of, self.tensors)) == self.sizes
 
     def digest(self) -> int:
         """64-bit sum over the words of all spans."""
-        if self.place is None:
-            return digest_natively(self.spans, self.first)
-        return digest_words(words_of(self.spans), self.first)
+        if self.place is not None:
+            return digest_words(words_of(self.spans), self.first)
+        pointers = [tensor.data_ptr() for tensor in self.tensors]
+        if pointers != self.pointers or not self.pieces:
+            in_a_row = all(span.lies_in_a_row() for span in self.spans)
+            self.pointers = pointers
+            self.pieces = [span.piece() for span in self.spans] if in_a_row else []
+        if self.pieces:
+            return int(native.digest(self.pieces, self.first))  # type: ignore[union-attr]
+        return digest_natively(self.spans, self.first)
 
 
 def runs_of(spans: Sequence[Span]) -> list[Run]:
@@ -182,7 +208,7 @@ def digest_natively(spans: Sequence[Span], first: int) -> int:
     pieces, copies = [], []
     for span in spans:
         if span.lies_in_a_row():
-            pieces.append((span.tensor.data_ptr() + span.lo, span.hi - span.lo))
+            pieces.append(span.piece())
         else:
             copies.append(span.bytes())
             pieces.append((copies[-1].data_ptr(), span.hi - span.lo))
