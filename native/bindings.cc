@@ -226,6 +226,15 @@ void bind_group(nb::module_& m) {
       .def("all_gather", [](Group& group, uintptr_t input, uintptr_t output, uint64_t count, int dtype) {
              group.all_gather(at(input), at(output), count, DataType(dtype));
            }, "input"_a, "output"_a, "count"_a, "dtype"_a, ReleaseGil())
+      .def("submit_all_gather", [](Group& group, uintptr_t input, uintptr_t output, uint64_t count, int dtype) {
+             return group.submit({.kind = Kind::all_gather, .input = at(input), .output = at(output), .count = count,
+                                  .dtype = DataType(dtype)});
+           }, "input"_a, "output"_a, "count"_a, "dtype"_a, ReleaseGil())
+      .def("submit_all_to_all", [](Group& group, uintptr_t input, uintptr_t output, uint64_t count, int dtype) {
+             return group.submit({.kind = Kind::all_to_all, .input = at(input), .output = at(output), .count = count,
+                                  .dtype = DataType(dtype)});
+           }, "input"_a, "output"_a, "count"_a, "dtype"_a, ReleaseGil())
+      .def("abort", &Group::abort, "why"_a, ReleaseGil())
       .def("broadcast", [](Group& group, uintptr_t data, uint64_t count, int dtype, int root) {
              group.broadcast(at(data), count, DataType(dtype), root);
            }, "data"_a, "count"_a, "dtype"_a, "root"_a, ReleaseGil())

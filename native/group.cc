@@ -104,6 +104,11 @@ void Group::interrupt(const char* why) {
   if (engine_) engine_->mesh.interrupt(why);
 }
 
+void Group::abort(const std::string& why) {
+  const std::lock_guard lock(ending_);
+  if (engine_) propose_failure(engine_->mesh.failure(), FailureKind::aborted, rank_, why);
+}
+
 std::shared_ptr<Handle> Group::submit(Call call) {
   require_usable();
   validate(call, world_);

@@ -58,6 +58,9 @@ class Group {
   // The rank that the running operation waits for at this moment, or -1; for reports of slow operations.
   int suspect() const;
 
+  // Ends what is under way and all that comes, here and on the other ranks.
+  void abort(const std::string& why);
+
   // With `drain` waits for what was submitted; otherwise what is under way fails, here and on the other ranks.
   void close(bool drain = true);
   bool closed() const { return closed_.load(); }

@@ -191,7 +191,10 @@ void read_rice(int64_t* positions, Span body, size_t count, size_t numel, size_t
 }  // namespace
 
 size_t indices_room(size_t count, size_t numel) {
-  return head_bytes + std::min(bytes_of(numel), 4 * pages_of(numel) + 2 * count);
+  const size_t parameter = rice_parameter(count, numel);
+  const size_t unary = count + ((numel - std::min(count, numel)) >> parameter);
+  const size_t gaps = bytes_of(unary) + bytes_of(count * parameter);
+  return head_bytes + std::min({bytes_of(numel), 4 * pages_of(numel) + 2 * count, gaps});
 }
 
 size_t encode_indices(uint8_t* out, const int64_t* positions, size_t count, size_t numel) {

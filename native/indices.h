@@ -14,7 +14,8 @@
 
 namespace syncline {
 
-size_t indices_room(size_t count, size_t numel);  // bytes that are enough for any `count` positions
+// Bytes that are enough for any `count` positions: the least of the closed bounds of the three ways.
+size_t indices_room(size_t count, size_t numel);
 
 // Returns the bytes that were written, at most `indices_room`. `numel` is at most 2^32.
 size_t encode_indices(uint8_t* out, const int64_t* positions, size_t count, size_t numel);

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncline.errors import ConfigError
 
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 def choose_state(
@@ -19,7 +19,10 @@ def choose_state(
     """The state for a rank. Refuses what would be silently wrong: other settings than it was saved with."""
     for state in states:
         if state.get("version") != STATE_VERSION:
-            raise ConfigError(f"a state of version {state.get('version')} cannot be read; this is {STATE_VERSION}")
+            raise ConfigError(
+                f"a state of version {state.get('version')} cannot be read, only one of {STATE_VERSION}. Load the "
+                f"model and the optimizer as ever, and go on without the state of Sync: residuals begin at zero"
+            )
         for name, value in settings.items():
             if state[name] != value:
                 raise ConfigError(f"the state was saved with {name}={state[name]}, not {value}; use the same")
@@ -38,8 +41,8 @@ def choose_state(
 
 def holds_work(state: dict[str, Any]) -> bool:
     """Whether something of a run is in it that no model and no optimizer has: what codecs kept, or a way of its own."""
-    kept = state.get("codec_state", {}).get("kept", {})
-    return "parameters" in state or any(bool(tensor.any()) for tensor in kept.values())
+    residuals = state.get("codec_state", {}).get("residual", {})
+    return "parameters" in state or any(bool(tensor.any()) for tensor in residuals.values())
 
 
 def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
     sync = syncline.Sync(model, optimizer)
 
 It stands between `backward()` and `optimizer.step()`, through hooks of both, and holds no algorithm: when replicas talk
-(`modes/`), what travels together (`buckets/`), its path (`pipeline.py`), what keeps a run safe (`guards/`) and what it
+(`modes/`), what travels together (`reducer/`), its path (`path/`), what keeps a run safe (`guards/`) and what it
 cost (`tracing/`).
 """
 
@@ -19,9 +19,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from syncline.batch_norm import refuse_shared_statistics
-from syncline.buckets.membership import Membership
-from syncline.buckets.parameters import check_parameters, parameters_of
-from syncline.buckets.reducer import Reducer
 from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.collectives.registry import algorithm
@@ -35,7 +32,10 @@ from syncline.modes.registry import mode_of, text_of_mode
 from syncline.modes.replica import Replica
 from syncline.modes.settings import Buffers, Settings
 from syncline.modes.staleness import Staleness
-from syncline.pipeline import DivideBy
+from syncline.path.path import DivideBy
+from syncline.reducer.membership import Membership
+from syncline.reducer.parameters import check_parameters, parameters_of
+from syncline.reducer.reducer import Reducer
 from syncline.replica.grad_scalers import ScalerListener, stepping_scaler, watch_scaler
 from syncline.replica.optimizer_steps import Step, StepListener, watch_steps
 from syncline.replicas import broadcast_tensors, compare_layouts, model_tensors
@@ -76,6 +76,7 @@ class Sync:
         most_skips: int = 10,
         check_every: int = 0,
         seed: int = 0,
+        lean: bool = False,
         divergence_guard: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
@@ -100,6 +101,7 @@ class Sync:
             most_skips=most_skips,
             check_every=check_every,
             seed=seed,
+            lean=lean,
             divergence_guard=divergence_guard,
         )
         self.recorder = Recorder()

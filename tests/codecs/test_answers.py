@@ -4,20 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import syncline
+from support.catalogue import PROCESS_FABRICS
 from support.codec_cases import flat_parts
-from syncline.codecs.answers import answer_to, converse
-from syncline.codecs.codec import Place
-from syncline.codecs.conversation import Exchange, Gather, Mean
+from syncline.codecs.codec import ReduceContext
+from syncline.codecs.conversation import Exchange, Gather, Mean, Question
 from syncline.codecs.registry import codec_of
 from syncline.fabric.base import Pending
+from syncline.path.answerer import FlatAnswerer, converse
 
 LENGTH = 30_011
+
+
+def answer_to(question: Question, fabric: syncline.Fabric, collective: str) -> Any:
+    """The answer of all ranks to a question, waited for."""
+    asked = FlatAnswerer([fabric.channel()], collective).ask(question, 0)
+    asked.handle.wait()
+    return asked.read()
 
 
 def mean_and_bytes(fabric: syncline.Fabric, collective: str, dtype: torch.dtype) -> tuple[Tensor, int]:
@@ -43,76 +52,40 @@ def test_a_mean_of_16_bit_values_travels_in_16_bits_whatever_collective_is_named
     world = 4
     answers = syncline.run(partial(mean_and_bytes, collective=collective, dtype=dtype), ranks=world, fabric="threads")
     exact = torch.arange(LENGTH) % 100 * world + (world - 1) / 2
-    headers = 10_000  # ranks also tell each other what they are about to do
+    grain = 4096  # bytes, by which slices may differ
     for mean, sent in answers:
         assert torch.equal(mean, exact.to(dtype))
-        assert sent <= 2 * 2 * LENGTH * (world - 1) / world + headers
+        assert sent <= 2 * 2 * LENGTH * (world - 1) / world + grain
 
 
-def heard(fabric: syncline.Fabric, is_spread: bool, most: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """What a rank hears from all: parts of its own length, of which some have none, and messages of any length."""
-    if is_spread:
-        fabric.hosts = tuple((rank,) for rank in range(fabric.world))
-    post = fabric.post
-
-    def watching(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
-        most.append(len(receives))
-        return post(sends, receives)
-
-    fabric.post = watching
+def heard(fabric: syncline.Fabric) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """What a rank hears from all: parts of its own length, of which some have none, and messages."""
     parts = [torch.full((3 * to,), 10 * fabric.rank + to, dtype=torch.uint8) for to in range(fabric.world)]
     for_me = answer_to(Exchange(parts), fabric, "auto")
-    fabric.post = post
-    message = torch.full((5 * fabric.rank,), fabric.rank, dtype=torch.uint8)
-    return for_me, answer_to(Gather(message), fabric, "auto")
-
-
-@pytest.mark.parametrize("is_spread", [False, True], ids=["one host", "many hosts"])
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_every_rank_hears_the_part_that_is_for_it_and_all_messages(world: int, is_spread: bool) -> None:
-    most: list[int] = []
-    answers = syncline.run(partial(heard, is_spread=is_spread, most=most), ranks=world, fabric="threads")
-    for rank, (parts, messages) in enumerate(answers):
-        assert [part.tolist() for part in parts] == [[10 * source + rank] * 3 * rank for source in range(world)]
-        assert [message.tolist() for message in messages] == [[source] * 5 * source for source in range(world)]
-    if world > 2:
-        assert (max(most) > 1) != is_spread  # between hosts, one at a time
-
-
-def known_and_asked_for(fabric: syncline.Fabric, is_spread: bool) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """Messages whose lengths are known, those whose are not, and how often ranks gathered something for each."""
-    if is_spread:
-        fabric.hosts = tuple((rank,) for rank in range(fabric.world))
-    counts = [0]
-    all_gather = fabric.all_gather
-
-    def counting(tensor: Tensor) -> Tensor:
-        counts[-1] += 1
-        return all_gather(tensor)
-
-    fabric.all_gather = counting
-    lengths = [7 * rank for rank in range(fabric.world)]
-    message = torch.full((lengths[fabric.rank],), fabric.rank, dtype=torch.uint8)
+    message = torch.full((5 * fabric.rank,), 1 + fabric.rank, dtype=torch.uint8)
+    lengths = [5 * rank for rank in range(fabric.world)]
     known = answer_to(Gather(message, lengths), fabric, "auto")
-    counts.append(0)
-    return known, answer_to(Gather(message), fabric, "auto"), counts
+    return for_me, known, answer_to(Gather(message, [max(lengths)] * fabric.world), fabric, "auto")
 
 
-@pytest.mark.parametrize("is_spread", [False, True], ids=["one host", "many hosts"])
-@pytest.mark.parametrize("world", [2, 3, 5])
-def test_lengths_that_are_known_are_not_asked_for(world: int, is_spread: bool) -> None:
-    for known, asked_for, counts in syncline.run(
-        partial(known_and_asked_for, is_spread=is_spread), ranks=world, fabric="threads"
-    ):
-        assert [message.tolist() for message in known] == [[source] * 7 * source for source in range(world)]
-        assert [message.tolist() for message in asked_for] == [message.tolist() for message in known]
-        assert counts == ([0, 1] if is_spread else [1, 2])
+@pytest.mark.parametrize("fabric", ["threads", *PROCESS_FABRICS])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_rank_hears_the_part_that_is_for_it_and_all_messages(world: int, fabric: str) -> None:
+    for rank, (parts, known, filled) in enumerate(syncline.run(heard, ranks=world, fabric=fabric)):
+        assert [part.tolist() for part in parts] == [[10 * source + rank] * 3 * rank for source in range(world)]
+        assert [message.tolist() for message in known] == [[1 + source] * 5 * source for source in range(world)]
+        longest = 5 * (world - 1)
+        assert [message.tolist() for message in filled] == [
+            [1 + source] * 5 * source + [0] * (longest - 5 * source) for source in range(world)
+        ]
 
 
 def said_of_integers(fabric: syncline.Fabric) -> int:
     values = torch.randn(4 * 2560, generator=torch.Generator().manual_seed(fabric.rank))
-    place = Place(fabric.rank, fabric.world, 0, 0, flat_parts(len(values)))
-    _, said = converse(codec_of("int8:block=256").reduce(values, {}, place), fabric, "auto")
+    place = ReduceContext(fabric.rank, fabric.world, 0, 0, flat_parts(len(values)))
+    _, said = converse(
+        codec_of("int8:block=256").reduce(values, {}, place), FlatAnswerer([fabric.channel()], "auto"), fabric.rank
+    )
     return said
 
 

@@ -174,9 +174,9 @@ def test_nothing_is_lost_when_hosts_are_other_ones_after_resuming(
 
 def test_with_another_number_of_ranks_the_mean_of_what_was_kept_goes_on() -> None:
     states = [found.saved[1] for found in move([2, 3], "powersgd:2")]
-    kept = [state["codec_state"]["kept"]["matrix"] for state in states]
+    kept = [state["codec_state"]["residual"]["matrix"] for state in states]
     for taken in syncline.run(partial(crossing.take, codec="powersgd:2", states=states), 4, Threads(host_sizes=[2, 2])):
-        torch.testing.assert_close(taken["kept"]["matrix"], torch.stack(kept).mean(0))
+        torch.testing.assert_close(taken["residual"]["matrix"], torch.stack(kept).mean(0))
         assert torch.equal(taken["state"]["matrix/factor"], states[0]["codec_state"]["state"]["matrix/factor"])
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import syncline
 from syncline.bench.learning import momentum_for
-from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Mean, talk
 from syncline.codecs.onebit import OneBit
 from syncline.codecs.quantized import Int8
@@ -50,7 +50,7 @@ class Careless(Codec):
     name: ClassVar[str] = "careless"
     feedback = False
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    def reduce(self, values: Tensor, state: State, place: ReduceContext) -> Conversation:
         mean = yield Mean(values.clone())
         values.zero_()
         return lambda out: out.copy_(mean if place.rank == 1 else mean.bfloat16())
@@ -62,7 +62,7 @@ class Alone(Codec):
     name: ClassVar[str] = "alone"
     feedback = False
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    def reduce(self, values: Tensor, state: State, place: ReduceContext) -> Conversation:
         own = values.clone()
         yield Mean(values)
         return lambda out: out.copy_(own)
@@ -194,7 +194,7 @@ def repeated(codec: Codec, matrices: list[Tensor], times: int, is_warm: bool) ->
     for step in range(times):
         if not is_warm:
             states = [codec.start(parts, torch.device("cpu")) for _ in matrices]
-        places = [Place(rank, len(matrices), step, 0, parts) for rank in range(len(matrices))]
+        places = [ReduceContext(rank, len(matrices), step, 0, parts) for rank in range(len(matrices))]
         values = [matrix.flatten() for matrix in copy.deepcopy(matrices)]
         talks = [codec.reduce(*given) for given in zip(values, states, places, strict=True)]
         talk(talks)[0](mean)
@@ -225,7 +225,7 @@ def variance_of_the_mean(codec: Int8, ranks: list[int], values: Tensor) -> float
 
     def said(rank: int, step: int) -> Tensor:
         out = torch.empty_like(values)
-        codec.decode(codec.take(values.clone(), 0, Place(rank, 8, step, 0, parts)), out)
+        codec.decode(codec.take(values.clone(), 0, ReduceContext(rank, 8, step, 0, parts)), out)
         return out
 
     means = torch.stack([torch.stack([said(rank, step) for rank in ranks]).mean(0) for step in range(60)])

@@ -64,7 +64,7 @@ class Trainee:
     def kept(self) -> dict[str, Tensor]:
         """In the units of a step."""
         state = self.sync.state_dict()["codec_state"]
-        return {name: kept.view(SHAPES[name]) * state["worth"][name] for name, kept in state["kept"].items()}
+        return {name: kept.view(SHAPES[name]) * state["step_scale"][name] for name, kept in state["residual"].items()}
 
 
 def momentum_sgd(world: int, skipped: int = -1, **settings: object) -> dict[str, Tensor]:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from support.codec_cases import SETTINGS, gradients_of, parts_of
 from syncline.codecs import kernels, twins
-from syncline.codecs.codec import Place
+from syncline.codecs.codec import ReduceContext
 from syncline.codecs.conversation import Conversation, Mean, answers_to
-from syncline.codecs.memory import Coded
 from syncline.codecs.registry import codec_of
 from syncline.errors import CorruptMessage
+from syncline.path.codec_state import BucketCodecState
 
 WORLD, STEP = 3, 10  # of which the warm-ups of all settings are over
 PARTS = parts_of(((40, 30), (71,)))
@@ -46,8 +46,8 @@ def conversations(text: str) -> tuple[list[Conversation], list[Guarded]]:
     """Of all ranks."""
     codec = codec_of(text)
     values = [Guarded(gradient) for gradient in gradients_of(WORLD, NUMEL, STEP)]
-    states = [Coded.begin(codec, PARTS, torch.device("cpu"), feeds_back=False).state for _ in range(WORLD)]
-    places = [Place(rank, WORLD, STEP, 0, PARTS) for rank in range(WORLD)]
+    states = [BucketCodecState.begin(codec, PARTS, torch.device("cpu"), feedback=False).state for _ in range(WORLD)]
+    places = [ReduceContext(rank, WORLD, STEP, 0, PARTS) for rank in range(WORLD)]
     return [codec.reduce(values[rank].values, states[rank], places[rank]) for rank in range(WORLD)], values
 
 

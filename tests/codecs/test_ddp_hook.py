@@ -43,16 +43,16 @@ def train(codec: str, rank: int, steps: int = 8, interrupted: int = 0, bad: int 
         if step == bad and rank == 1:
             loss = loss * float("nan")
         if step == bad:
-            kept_before = dict(hook.kept)
+            kept_before = dict(hook.residuals)
         loss.backward()
         if step == bad:
             assert all(parameter.grad.isnan().any() for parameter in model.parameters())
-            assert all(torch.equal(kept_before[name], kept) for name, kept in hook.kept.items())
+            assert all(torch.equal(kept_before[name], kept) for name, kept in hook.residuals.items())
             continue
         optimizer.step()
         if step + 1 == interrupted:
             saved = hook.state_dict()
-            hook.kept.clear()
+            hook.residuals.clear()
             hook.load_state_dict(saved)
     hook.close()
     return [parameter.detach().clone() for parameter in model.parameters()]
@@ -165,14 +165,14 @@ def scaled_law(fabric: syncline.Fabric, bad: int) -> Tensor:
             first[0] = float("nan")
         scaler.scale(ddp(first, second)).backward()
         assert step != bad or bool(model.second.grad.isfinite().all())
-        scale = hook.now.units.loss_scale
+        scale = hook.now.scale.loss_scale
         scaler.step(optimizer)
         scaler.update()
         if step != bad:
             wanted += torch.stack([torch.cat(slopes(step, rank)) for rank in range(2)]).mean(0)
-    kept = torch.cat([hook.kept["first"], hook.kept["second"]]) * hook.worth["first"]
+    kept = torch.cat([hook.residuals["first"], hook.residuals["second"]]) * hook.step_scales["first"]
     fabric.all_reduce(kept, op="mean")
-    assert hook.worth["first"] == hook.worth["second"] == 1 / scale
+    assert hook.step_scales["first"] == hook.step_scales["second"] == 1 / scale
     hook.close()
     return kept - torch.cat([model.first.detach(), model.second.detach()]) - wanted
 
@@ -208,7 +208,7 @@ def law_of_seldom_used(fabric: syncline.Fabric, codec: str, is_used: Callable[[i
             assert (model.second.grad is None) == never
             optimizer.step()
             optimizer.zero_grad()
-    kept = torch.cat([hook.kept[name] * hook.worth[name] for name in ("first", "second")])
+    kept = torch.cat([hook.residuals[name] * hook.step_scales[name] for name in ("first", "second")])
     fabric.all_reduce(kept, op="mean")
     hook.close()
     return float((kept - torch.cat([model.first, model.second]).detach() - wanted).abs().max())
@@ -290,15 +290,15 @@ def load_states(fabric: syncline.Fabric) -> None:
             "world": 3,
             "step": 7,
             "buckets": [["first"]],
-            "codec_state": {"kept": {"first": kept}, "worth": {}, "state": {}},
+            "codec_state": {"residual": {"first": kept}, "step_scale": {}, "state": {}},
         }
         for rank, kept in enumerate(torch.tensor([0.0, 3.0, 6.0]).expand(600, 3).T)
     ]
     hook.load_state_dict(states)
     assert hook.step == 7
-    assert torch.equal(hook.kept["first"], torch.full((600,), 3.0))
+    assert torch.equal(hook.residuals["first"], torch.full((600,), 3.0))
     hook.load_state_dict(empty)
-    assert not hook.kept
+    assert not hook.residuals
     with pytest.raises(ConfigError, match="needs its own state"):
         hook.load_state_dict(empty | {"rank": 1 - fabric.rank})
     with pytest.raises(ConfigError, match="codec=int8"):

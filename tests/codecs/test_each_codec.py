@@ -9,7 +9,7 @@ import torch
 
 from support.codec_cases import SETTINGS, Ranks, flat_parts, gradients_of, parts_of, sends_gradients
 from syncline.codecs import twins
-from syncline.codecs.codec import Part, Place
+from syncline.codecs.codec import Part, ReduceContext
 from syncline.codecs.composed import innermost
 from syncline.codecs.registry import codec_of
 from syncline.codecs.topk import select_sampled
@@ -55,7 +55,7 @@ def test_stochastic_rounding_is_right_on_average_and_differs_by_rank() -> None:
     nearest = Ranks(codec_of("int8:feedback=false,block=8"), 2, flat_parts(80_000)).reduce([value, value])[0]
     assert abs(float(nearest[value == 0.3].mean()) - 0.3) > 5e-4
     codec = codec_of("int8:rounding=stochastic,feedback=false,block=8")
-    drawn = [codec.take(value.clone(), 0, Place(rank, 2, 0, 0, flat_parts(80_000))) for rank in range(2)]
+    drawn = [codec.take(value.clone(), 0, ReduceContext(rank, 2, 0, 0, flat_parts(80_000))) for rank in range(2)]
     assert not torch.equal(*drawn)
 
 
@@ -78,7 +78,7 @@ def test_every_vote_counts_the_same_whatever_else_its_rank_says(world: int) -> N
 
 def test_a_vote_is_one_bit_an_entry() -> None:
     conversation = codec_of("onebit:vote=true,feedback=false").reduce(
-        torch.ones(32_000), {}, Place(0, 2, 0, 0, flat_parts(32_000))
+        torch.ones(32_000), {}, ReduceContext(0, 2, 0, 0, flat_parts(32_000))
     )
     assert sum(len(part) for part in next(conversation).parts) == 32_000 / 8
 
@@ -115,7 +115,7 @@ def test_a_sampled_selection_has_about_the_right_size_and_no_preferred_place() -
 def test_a_selection_by_blocks_takes_the_largest_of_every_block(numel: int) -> None:
     codec = codec_of("topk:0.05,block=64")
     values = gradients_of(1, numel, 0)[0] * torch.arange(numel).add(1).float() ** 2
-    chosen = codec.choose(values, Place(0, 1, 0, 0, flat_parts(numel)))
+    chosen = codec.choose(values, ReduceContext(0, 1, 0, 0, flat_parts(numel)))
     expected = [
         start + twins.select_largest(block, max(1, round(0.05 * len(block))))
         for start, block in zip(range(0, numel, 64), values.split(64), strict=False)
@@ -129,7 +129,7 @@ def test_a_sampled_selection_by_blocks_has_about_the_right_size_in_every_block()
     values = gradients_of(1, 205_000, 0)[0] * torch.logspace(-6, 6, 205_000)
     values[30_000:40_000] = 0.0
     values[50_000:60_000] = 1.0
-    chosen = codec.choose(values, Place(0, 1, 0, 0, flat_parts(205_000)))
+    chosen = codec.choose(values, ReduceContext(0, 1, 0, 0, flat_parts(205_000)))
     counts = torch.bincount(chosen // 10_000, minlength=21)
     assert (counts[:-1] >= 70).all()
     assert (counts[:-1] <= 130).all()

@@ -13,9 +13,9 @@ import syncline
 from support.codec_cases import parts_of
 from support.guarded import filled
 from support.steep import SMALL, Steep, flat_of, slopes_of
-from syncline.codecs.memory import Coded, Memory
 from syncline.codecs.registry import codec_of
 from syncline.errors import ConfigError, RankFailed
+from syncline.path.codec_state import BucketCodecState, CodecStateStore
 from syncline.state import STATE_VERSION, choose_state
 
 CODECS = ("fp16:feedback=true", "int8", "int4:rounding=stochastic", "onebit", "topk:0.1", "topk:0.1,values=int8")
@@ -39,8 +39,8 @@ def moved(fabric: syncline.Fabric, codec: str, skipped: int = -1) -> dict[str, l
         model(slopes).backward()
         optimizer.step()
     state = sync.state_dict()["codec_state"]
-    kept = [state["kept"][name] * state["worth"][name] for name, _ in model.named_parameters()]
-    return {"moved": [-p.detach().flatten() for p in model.parameters()], "kept": kept}
+    kept = [state["residual"][name] * state["step_scale"][name] for name, _ in model.named_parameters()]
+    return {"moved": [-p.detach().flatten() for p in model.parameters()], "residual": kept}
 
 
 @pytest.mark.parametrize("skipped", [-1, 3])
@@ -58,7 +58,7 @@ def test_sent_plus_kept_is_the_gradient_with_changing_rates_and_skipped_steps(
                     total += rate * slope.flatten().double() / world
     for number, exact in enumerate(wanted):
         assert all(torch.equal(by_rank[0]["moved"][number], other["moved"][number]) for other in by_rank)
-        kept = torch.stack([found["kept"][number].double() for found in by_rank]).mean(0)
+        kept = torch.stack([found["residual"][number].double() for found in by_rank]).mean(0)
         found = by_rank[0]["moved"][number].double() + kept
         error = (found - exact).norm()
         assert error <= 2e-5 * (1 + exact.norm())
@@ -79,7 +79,7 @@ def around_a_large_step(fabric: syncline.Fabric, codec: str, large: float) -> li
         optimizer.step()
         state = copy.deepcopy(sync.state_dict()["codec_state"])
         parameters = copy.deepcopy(dict(model.state_dict()))
-        kept.append({"kept": state["kept"], "state": state["state"], "parameters": parameters})
+        kept.append({"residual": state["residual"], "state": state["state"], "parameters": parameters})
     return [kept[1], kept[2], kept[4]]
 
 
@@ -94,7 +94,7 @@ def gather_momentum(fabric: syncline.Fabric) -> list[Tensor]:
         model(torch.full([1, 50], 2e35)).sum().backward()
         optimizer.step()
     state = sync.state_dict()["codec_state"]
-    return [*state["state"].values(), *state["kept"].values()]
+    return [*state["state"].values(), *state["residual"].values()]
 
 
 def test_what_a_codec_gathers_stays_finite() -> None:
@@ -128,7 +128,7 @@ def test_a_step_that_is_made_again_is_worth_what_it_is_now() -> None:
             sync.load_state_dict(saved)
             model(slopes_of(0, fabric.rank)).backward()
             optimizer.step()
-        return set(sync.state_dict()["codec_state"]["worth"].values())
+        return set(sync.state_dict()["codec_state"]["step_scale"].values())
 
     assert syncline.run(work, ranks=2, fabric="threads") == [{0.01}, {0.01}]
 
@@ -197,15 +197,19 @@ def test_a_run_goes_on_that_was_saved_before_a_step_counted(codec: str, slope: f
 @pytest.mark.parametrize("codec", ["topk:0.5", "powersgd:1,min_compression_rate=1", "dgc:0.5"])
 def test_what_was_loaded_is_held_once_and_the_state_that_was_given_stays_whole(codec: str) -> None:
     parts = parts_of(((8, 6), (5,)))
-    tensors = Coded.begin(codec_of(codec), parts, torch.device("cpu"), feeds_back=True).state
+    tensors = BucketCodecState.begin(codec_of(codec), parts, torch.device("cpu"), feedback=True).state
     kept = {part.name: torch.ones(part.hi - part.lo) for part in parts}
-    saved = {"kept": kept, "worth": dict.fromkeys(kept, 0.1), "state": {key: tensors[key] + 1 for key in tensors}}
+    saved = {
+        "residual": kept,
+        "step_scale": dict.fromkeys(kept, 0.1),
+        "state": {key: tensors[key] + 1 for key in tensors},
+    }
     whole = copy.deepcopy(saved)
-    memory = Memory(codec_of(codec))
+    memory = CodecStateStore(codec_of(codec))
     for _ in range(2):
         memory.load_state_dict(saved)
         memory.of(0, lambda: parts, torch.device("cpu"))
-        used = ("kept", "worth", "state") if memory.codec.feedback else ("state",)
+        used = ("residual", "step_scale", "state") if memory.codec.feedback else ("state",)
         assert not any(memory.saved[kind] for kind in used)
         torch.testing.assert_close(memory.state_dict(), whole, rtol=0, atol=0)
         torch.testing.assert_close(saved, whole, rtol=0, atol=0)
@@ -229,7 +233,11 @@ def test_every_codec_keeps_the_ranks_of_every_fabric_equal(fabric: str) -> None:
 
 
 def state_of(rank: int, world: int, kept: float, codec: str = "topk") -> dict:
-    codec_state = {"kept": {"p": torch.full((3,), kept)}, "worth": {"p": 0.1}, "state": {"p/factor": torch.ones(2)}}
+    codec_state = {
+        "residual": {"p": torch.full((3,), kept)},
+        "step_scale": {"p": 0.1},
+        "state": {"p/factor": torch.ones(2)},
+    }
     who = {"version": STATE_VERSION, "rank": rank, "world": world}
     return who | {"codec": codec, "layout": {}, "codec_state": codec_state}
 
@@ -238,7 +246,7 @@ def test_with_another_number_of_ranks_the_mean_of_what_was_kept_stays() -> None:
     saved = [state_of(rank, 3, float(rank)) for rank in range(3)]
     chosen = [choose_state(saved, rank, 2, {"codec": "topk"}) for rank in range(2)]
     for state in chosen:
-        assert torch.equal(state["codec_state"]["kept"]["p"], torch.ones(3))
+        assert torch.equal(state["codec_state"]["residual"]["p"], torch.ones(3))
         assert torch.equal(state["codec_state"]["state"]["p/factor"], torch.ones(2))
     assert choose_state(saved, 1, 3, {"codec": "topk"}) is saved[1]
 

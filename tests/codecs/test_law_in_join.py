@@ -26,7 +26,7 @@ def kept_around_the_end_of_join(fabric: syncline.Fabric, codec: str, mode: str) 
             optimizer.step()
         before = copy.deepcopy(sync.state_dict()["codec_state"])
     after = sync.state_dict()["codec_state"]
-    return [flat_of({kind: state[kind] for kind in ("kept", "state")}) for state in (before, after)]
+    return [flat_of({kind: state[kind] for kind in ("residual", "state")}) for state in (before, after)]
 
 
 @pytest.mark.parametrize("mode", ["sync", "local:every=2", "diloco:every=2"])
@@ -65,7 +65,7 @@ def moved_unevenly(fabric: syncline.Fabric, codec: str, counts: tuple[int, ...],
     train(range(max(counts), max(counts) + AFTERWARDS))
     sync.drain()
     state = sync.state_dict()["codec_state"]
-    kept = [state["kept"][name] * state["worth"][name] for name, _ in model.named_parameters()]
+    kept = [state["residual"][name] * state["step_scale"][name] for name, _ in model.named_parameters()]
     return torch.cat([-p.detach().flatten() for p in model.parameters()]).double(), torch.cat(kept).double()
 
 
@@ -137,9 +137,9 @@ def test_what_was_kept_is_not_sent_more_than_once_over_where_fewer_ranks_are_lef
                 optimizer.zero_grad()
                 (model(slopes[step]) * (1 - step)).sum().backward()
                 optimizer.step()
-        assert sync.reducer.pipeline.joined is None  # after `join` nobody asks any more
+        assert sync.reducer.path.joined is None  # after `join` nobody asks any more
         sync.drain()
-        kept = sync.state_dict()["codec_state"]["kept"]["weight"]
+        kept = sync.state_dict()["codec_state"]["residual"]["weight"]
         assert not kept.any()
         return start - model.weight.detach(), slopes[:1]
 

@@ -17,7 +17,7 @@ WIDTH = 40
 
 def violation(fabric: syncline.Fabric, sync: syncline.Sync, name: str, moved: Tensor, slopes: Tensor) -> float:
     """How far what a parameter has moved and what is kept of it are from its slopes, relatively."""
-    kept = sync.state_dict()["codec_state"]["kept"][name].view_as(moved).clone()
+    kept = sync.state_dict()["codec_state"]["residual"][name].view_as(moved).clone()
     wanted = fabric.all_reduce(slopes.clone(), op="mean")
     return float((moved + fabric.all_reduce(kept, op="mean") - wanted).norm() / wanted.norm())
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import syncline
 from support.guarded import filled
-from syncline.codecs import timed
+from syncline.path import coded
 from syncline.tracing.quality import Quality, Watch, grows
 
 
@@ -49,7 +49,7 @@ def test_what_dgc_keeps_is_told() -> None:
             draw = torch.Generator().manual_seed(100 * step + fabric.rank)
             model(torch.randn(1, 40, generator=draw)).square().sum().backward()
             optimizer.step()
-        kept = sync.state_dict()["codec_state"]["kept"]
+        kept = sync.state_dict()["codec_state"]["residual"]
         return sync.quality()[-1], float(torch.cat([tensor.flatten() for tensor in kept.values()]).norm())
 
     for sample, kept in syncline.run(work, ranks=2, fabric="threads"):
@@ -112,7 +112,7 @@ def test_how_positions_were_written_is_told(codec: str, positions: str) -> None:
 
 def test_positions_are_looked_at_in_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(timed, "positions_of", lambda message: looked.append(len(message)) or "rice")
+    monkeypatch.setattr(coded, "positions_of", lambda message: looked.append(len(message)) or "rice")
     syncline.run(lambda fabric: sampled(fabric, "topk:0.01", steps=49), ranks=2, fabric="threads")
     assert not looked
     syncline.run(lambda fabric: sampled(fabric, "topk:0.01", steps=51), ranks=2, fabric="threads")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from support.codec_cases import flat_parts
-from syncline.codecs.codec import Codec, Place
+from syncline.codecs.codec import Codec, ReduceContext
 from syncline.codecs.conversation import talk
 from syncline.codecs.registry import codec_of
 from syncline.codecs.slices import slice_bounds
@@ -17,7 +17,7 @@ CODECS = ["int8", "int4", "onebit", "fp16:feedback=true"]
 
 def said(codec: Codec, values: Tensor) -> Tensor:
     """What a message says of values: in a world of one they are coded once."""
-    (decoder,) = talk([codec.reduce(values.clone(), {}, Place(0, 1, 0, 0, flat_parts(len(values))))])
+    (decoder,) = talk([codec.reduce(values.clone(), {}, ReduceContext(0, 1, 0, 0, flat_parts(len(values))))])
     out = torch.empty_like(values)
     decoder(out)
     return out
@@ -30,7 +30,7 @@ def test_an_owner_adds_its_own_values_as_they_are_and_keeps_what_its_mean_lacks(
     generator = torch.Generator().manual_seed(world)
     gradients = [torch.randn(numel, generator=generator) for _ in range(world)]
     kept = [gradient.clone() for gradient in gradients]
-    places = [Place(rank, world, 0, 0, flat_parts(numel)) for rank in range(world)]
+    places = [ReduceContext(rank, world, 0, 0, flat_parts(numel)) for rank in range(world)]
     decoders = talk([codec.reduce(values, {}, place) for values, place in zip(kept, places, strict=True)])
     mean = torch.empty(numel)
     decoders[0](mean)

@@ -175,7 +175,7 @@ def test_how_far_ranks_have_come_is_what_was_said_and_what_is_kept(mode: str, co
         for _ in range(12):
             trainee.step()
             walked += 0.1 * torch.cat([p.grad.flatten() for p in trainee.model.parameters()])
-        kept = trainee.sync.state_dict()["codec_state"]["kept"]
+        kept = trainee.sync.state_dict()["codec_state"]["residual"]
         left = torch.cat([kept[name].flatten() for name, _ in trainee.model.named_parameters()])
         return walked, began - trainee.place(), left
 

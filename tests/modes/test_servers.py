@@ -32,12 +32,12 @@ from support.served import (
     resumed,
     save,
 )
-from syncline.buckets.bucket import Slot
 from syncline.codecs.registry import codec_of
 from syncline.modes.serving.client import Client
 from syncline.modes.serving.link import Kind, Message
 from syncline.modes.serving.optimizers import groups_of
 from syncline.modes.serving.server import Rules, Server
+from syncline.path.bucket import Slot
 
 # Reading in place
 
@@ -206,7 +206,7 @@ def test_a_parameter_that_a_worker_does_not_use_keeps_its_state_at_both_ends(cod
             sum((model[name] * torch.randn(6, 8, generator=draws)).sum() for name in used).backward()
             optimizer.step()
             ear = sync.driver.service.attendants[0].ears[0]
-            ends.append((dict(sync.driver.push.memory.coded[0].state), dict(ear.state)))
+            ends.append((dict(sync.driver.push.store.states[0].state), dict(ear.state)))
         sync.close()
         return ends
 
@@ -230,7 +230,7 @@ def test_a_gradient_that_is_too_large_for_a_codec_discards_the_push_of_its_worke
             optimizer.step()
         sync.drain()
         saved = sync.state_dict()["codec_state"]
-        kept = [tensor for kind in ("kept", "state") for tensor in saved[kind].values()]
+        kept = [tensor for kind in ("residual", "state") for tensor in saved[kind].values()]
         found, version = [*kept, model.first.detach().clone()], sync.driver.server.version
         sync.close()
         return found, version
@@ -286,10 +286,10 @@ def test_it_may_go_on_with_another_number_of_ranks(before: str, codec: str) -> N
         )
         for before_more, _, state in found:
             assert equal(before_more, saved[0][1])
-            kept = [one["codec_state"]["kept"] for one in states if one["codec_state"]]
+            kept = [one["codec_state"]["residual"] for one in states if one["codec_state"]]
             for name in kept[0]:
                 mean = torch.stack([one[name] for one in kept]).mean(0)
-                torch.testing.assert_close(state["codec_state"]["kept"][name], mean)
+                torch.testing.assert_close(state["codec_state"]["residual"][name], mean)
     if codec == "none":
         more = [
             syncline.run(partial(load, how=How(LOCKSTEP), states=states, steps=3), ranks=world, fabric="threads")[0][1]

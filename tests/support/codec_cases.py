@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.conversation import talk
-from syncline.codecs.memory import Coded
 from syncline.codecs.registry import codec_of
+from syncline.path.codec_state import BucketCodecState
 
 SETTINGS = (
     "none",
@@ -79,7 +79,7 @@ class Ranks:
     def __init__(self, codec: Codec, world: int, parts: tuple[Part, ...], seed: int = 0) -> None:
         self.codec, self.world, self.parts, self.seed = codec, world, parts, seed
         self.numel = parts[-1].hi if parts else 0
-        self.coded = [Coded.begin(codec, parts, torch.device("cpu"), feeds_back=False) for _ in range(world)]
+        self.coded = [BucketCodecState.begin(codec, parts, torch.device("cpu"), feedback=False) for _ in range(world)]
         self.kept = [torch.zeros(self.numel) for _ in range(world)]  # of gradients of the loss itself
         self.step = 0
         self.loss_scale = 1.0
@@ -91,7 +91,7 @@ class Ranks:
     def reduce(self, gradients: list[Tensor]) -> list[Tensor]:
         """What each rank ends with."""
         where = (self.step, self.seed, self.parts, self.loss_scale)
-        places = [Place(rank, self.world, *where) for rank in range(self.world)]
+        places = [ReduceContext(rank, self.world, *where) for rank in range(self.world)]
         values = [gradient.clone() for gradient in gradients]
         for value, coded, place in zip(values, self.coded, places, strict=True):
             coded.state |= coded.correct(value, place)

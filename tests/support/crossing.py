@@ -87,8 +87,8 @@ def move(
             slopes[0].fill_(3e38)
         one_step(model, optimizer, slopes, RATES[step])
     saved = copy.deepcopy((model.state_dict(), sync.state_dict()))
-    codec_state = saved[1].get("codec_state") or {"kept": {}, "state": {}}
-    kept = [value * codec_state["worth"][name] for name, value in by_parameter(model, codec_state["kept"])]
+    codec_state = saved[1].get("codec_state") or {"residual": {}, "state": {}}
+    kept = [value * codec_state["step_scale"][name] for name, value in by_parameter(model, codec_state["residual"])]
     moved = [-p.detach().flatten() for p in model.parameters()]
     return Moved(moved, kept, codec_state["state"], sync.report().sent_bytes, saved)
 
@@ -121,10 +121,10 @@ def take(fabric: syncline.Fabric, codec: str, states: list[dict]) -> dict[str, A
     """What a rank has after it was given the states of other ones."""
     _, _, sync = build(fabric, codec, "hierarchical", torch.float32)
     sync.load_state_dict(states)
-    pipeline = sync.reducer.pipeline
+    path = sync.reducer.path
     for bucket in sync.reducer.layout.buckets:
-        pipeline.coded_of(bucket)
-    return pipeline.state_dict()
+        path.state_of(bucket)
+    return path.state_dict()
 
 
 def sampled(fabric: syncline.Fabric, codec: str) -> list[float]:

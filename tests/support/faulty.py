@@ -18,11 +18,11 @@ import syncline
 from support.guarded import NOTE_S, ONE_EACH, Net, Trained, batch, filled, snapshot, train
 from support.striking import be_killed, be_stopped, report_and_stay, strike_before, wait_for_reports
 from syncline import replicas
-from syncline.buckets.bucket import Bucket
-from syncline.buckets.layout import Layout
-from syncline.buckets.reducer import Reducer
-from syncline.buckets.turns import Turns
+from syncline.core.passes import PassCounter
 from syncline.fabric.base import Fabric
+from syncline.path.bucket import Bucket
+from syncline.reducer.layout import Layout
+from syncline.reducer.reducer import Reducer
 
 # Faults
 
@@ -60,8 +60,8 @@ PLACES: dict[str, Arm] = {
     "forward": arm_forward,
     "start of backward": arm_start_of_backward,
     "between buckets": arm_between_buckets,
-    "all sent": arm_call(Reducer, "verdict_of"),
-    "all arrived": arm_call(Turns, "compare"),
+    "all sent": arm_call(Reducer, "status_of"),
+    "all arrived": arm_call(PassCounter, "compare"),
     "optimizer": arm_optimizer,
 }
 FIRST_STEP: dict[str, Arm] = {

@@ -31,13 +31,13 @@ def watch_buckets_leave(fabric: syncline.Fabric) -> list[list[str]]:
     """What happens in each backward pass, in order: gradients that come and buckets that leave."""
     run = SyncRun(PLAIN, fabric)
     events: list[list[str]] = []
-    sends = run.sync.fabric.all_reduce_async
+    start = run.sync.reducer.path.start
 
-    def noted(*given: Any, **settings: Any) -> object:
+    def noted(*given: Any) -> None:
         events[-1].append("left")
-        return sends(*given, **settings)
+        start(*given)
 
-    run.sync.fabric.all_reduce_async = noted
+    run.sync.reducer.path.start = noted
     for name, parameter in run.model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events[-1].append(name))
     for step in range(STEPS):
@@ -91,19 +91,13 @@ def local_gradients(run: Run) -> list[dict[str, Tensor]]:
 
 
 def count_messages(fabric: syncline.Fabric, name: str) -> int:
-    """Buckets sent after the first step, for each of the steps that follow."""
+    """Collectives beyond one a bucket and one for the status, in each of the steps after the first."""
     run = SyncRun(SCENARIOS[name], fabric)
     train_steps(run, [0])
-    before = len(run.sync.buckets)
-    sends, sent = run.sync.fabric.all_reduce_async, []
-
-    def counted(*given: Any, **settings: Any) -> object:
-        sent.append(1)
-        return sends(*given, **settings)
-
-    run.sync.fabric.all_reduce_async = counted
+    started = run.sync.reducer.path.channel.started
+    before = started.total()
     train_steps(run, range(1, STEPS))
-    return len(sent) // (STEPS - 1) - before
+    return (started.total() - before) // (STEPS - 1) - len(run.sync.buckets) - 1
 
 
 def in_a_world_of_one(fabric: syncline.Fabric, name: str) -> tuple[Result, list[object], list[list[str]]]:

@@ -195,7 +195,7 @@ def scaled(fabric: syncline.Fabric, steps: int, infinite: int, codec: str, expli
         scaler.update()
     sync.drain()
     state = sync.driver.push.state_dict()
-    kept = [state["kept"].get(name, torch.zeros(p.numel())) for name, p in model.named_parameters()]
+    kept = [state["residual"].get(name, torch.zeros(p.numel())) for name, p in model.named_parameters()]
     gone = torch.cat([START - p.detach().flatten() for p in model.parameters()])
     sync.close()
     return gone, torch.cat(kept) * RATE

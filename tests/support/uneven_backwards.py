@@ -64,7 +64,7 @@ def make_unequal_passes(fabric: syncline.Fabric, unequal: Unequal) -> Refused | 
 
 def all_that_lasts(run: SyncRun) -> list[Tensor]:
     """Parameters, optimizer states, and what codecs keep."""
-    kept = [value for one in run.sync.reducer.pipeline.state_dict().values() for value in one.values()]
+    kept = [value for one in run.sync.reducer.path.state_dict().values() for value in one.values()]
     return [*run.result().tensors(), *(value.clone() for value in kept if isinstance(value, Tensor))]
 
 

@@ -29,15 +29,15 @@ class Weighed:
     said_bytes: float  # in a step, instead of the gradients
 
 
-def weigh(fabric: syncline.Fabric, codec: str) -> Weighed:
+def weigh(fabric: syncline.Fabric, codec: str, lean: bool = False) -> Weighed:
     """Train, after a small training that loads what is loaded late.
 
     Pages of others that this rank has read or written are not counted.
     """
     give_back_at_once()
-    train(fabric, codec, 2, 64)
+    train(fabric, codec, 2, 64, lean)
     before, shared_before = resident_bytes("VmRSS"), resident_bytes("RssShmem")
-    sync = train(fabric, codec, LAYERS, WIDTH)
+    sync = train(fabric, codec, LAYERS, WIDTH, lean)
     of_others = resident_bytes("RssShmem") - shared_before - GRADIENT_BYTES
     peak = resident_bytes("VmHWM") - before - max(of_others, 0)
     return Weighed(peak, sync.report().sent_bytes)
@@ -51,11 +51,11 @@ def give_back_at_once() -> None:
     mallopt(M_ARENA_MAX, 1)
 
 
-def train(fabric: syncline.Fabric, codec: str, layers: int, width: int) -> syncline.Sync:
+def train(fabric: syncline.Fabric, codec: str, layers: int, width: int, lean: bool) -> syncline.Sync:
     """A few steps, with other data on every rank. Buckets are made anew after the first."""
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, bucket_bytes=BUCKET_BYTES)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, bucket_bytes=BUCKET_BYTES, lean=lean)
     for step in range(3):
         draw = torch.Generator().manual_seed(1000 * fabric.rank + step)
         optimizer.zero_grad()

@@ -26,7 +26,7 @@ from support.scenarios import (
     train_named,
 )
 from support.weights import assert_close
-from syncline.buckets.assign import Item, assign
+from syncline.core.assign import Item, assign
 from syncline.units import MIB
 
 # Gradients

@@ -14,7 +14,7 @@ from support.catalogue import PROCESS_FABRICS
 from support.diverging import AT, OPTIMIZERS, Happens, Outcome, start_with_other_optimizers, train_while
 from support.references import same_bits
 from support.trainees import DEADLINES, HEAVY
-from syncline.buckets.passes import bits_differ
+from syncline.core.status import OwnStatus, PassStatus, read_status, write_status
 from syncline.guards.fingerprint import LOOKED_AT, MOST_KINDS
 
 WORLD = 3
@@ -189,17 +189,16 @@ def test_those_who_must_may_have_other_optimizers() -> None:
     assert syncline.run(work, WORLD, "threads", DEADLINES) == [""] * WORLD
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("world", [2, 3, 7, 64, 128])
-def test_one_rank_with_another_bit_is_seen_in_every_precision(world: int, dtype: torch.dtype) -> None:
-    def mean(ones: int) -> float:
-        return torch.tensor([ones / world]).to(dtype).item()
+def test_one_rank_with_another_digest_is_seen_in_the_status(world: int) -> None:
+    def status(digests: list[int]) -> PassStatus:
+        rows = [write_status(OwnStatus(1, 1, digest=digest), [], rank, world) for rank, digest in enumerate(digests)]
+        return read_status([sum(words) for words in zip(*rows, strict=True)], [], world)
 
-    assert not bits_differ([mean(0), mean(world), mean(world)], world)
-    assert bits_differ([mean(0), mean(1)], world)
-    assert bits_differ([mean(world - 1), mean(world)], world)
-    shares = torch.full((world,), 1 / world, dtype=torch.float32)
-    assert not bits_differ([float(shares.sum())], world)
+    same = [2**24 - 1] * world
+    assert not status(same).differs
+    assert status([*same[1:], 2**24 - 2]).differs
+    assert status([0, *same[1:]]).differs
 
 
 def test_the_guard_says_what_it_takes() -> None:

@@ -185,12 +185,12 @@ def train_halves(fabric: syncline.Fabric, codec: str, largest: float) -> tuple[l
         after = sync.state_dict()["codec_state"]
         if sync.skips:
             assert all(
-                same_bits(before[kind][key], after[kind][key]) for kind in ("kept", "state") for key in after[kind]
+                same_bits(before[kind][key], after[kind][key]) for kind in ("residual", "state") for key in after[kind]
             )
         else:
             used.append([gradient.float(), model.weight.grad.float().flatten().clone()])
     assert bool(model.weight.isfinite().all())
-    return used, after.get("kept", {}).get("weight", torch.zeros(50))
+    return used, after.get("residual", {}).get("weight", torch.zeros(50))
 
 
 @pytest.mark.parametrize("codec", ["topk:0.1", "topk:0.1,values=int8", "randomk:0.1", "dgc:0.1,warmup=0"])

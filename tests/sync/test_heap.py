@@ -9,12 +9,12 @@ import sys
 
 import pytest
 
-from syncline.buckets.heap import CHOSEN_BY_USER
+from syncline.reducer.heap import CHOSEN_BY_USER
 
 # Prints how many pages stay when a first block of 16 MiB is freed, and the page faults of ten rounds of three of them.
 ROUNDS = """
 import resource, sys, torch
-from syncline.buckets.heap import keep_freed_memory
+from syncline.reducer.heap import keep_freed_memory
 
 def write_and_free(count):
     blocks = [torch.ones(4 << 20) for _ in range(count)]

@@ -179,7 +179,6 @@ def test_a_step_that_is_skipped_never_happened(mode: str, codec: str) -> None:
     assert_it_never_happened(mode, codec)
 
 
-@wrong("a skipped NaN step with codecs that draw, dgc, warmup")
 @pytest.mark.parametrize("codec", DRAWING)
 @pytest.mark.parametrize("mode", SKIPPING)
 def test_a_step_that_is_skipped_with_a_codec_that_counts_steps_never_happened(mode: str, codec: str) -> None:
@@ -187,7 +186,6 @@ def test_a_step_that_is_skipped_with_a_codec_that_counts_steps_never_happened(mo
 
 
 @pytest.mark.slow
-@wrong("a skipped NaN step with codecs that draw, dgc, warmup")
 @pytest.mark.parametrize("fabric", PROCESS_FABRICS)
 @pytest.mark.parametrize("mode", SKIPPING)
 def test_a_step_that_is_skipped_never_happened_on_any_fabric(mode: str, fabric: str) -> None:

@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 import syncline
 from support.guarded import filled
-from syncline.buckets.placing import SMALL_BYTES, put, put_plainly
+from syncline.path.placing import SMALL_BYTES, put, put_plainly
 
 LAYOUTS = {
     "contiguous": lambda values: values,

@@ -199,9 +199,8 @@ def unfreeze_apart(fabric: Fabric, wanted: list[list[str]], mode: str, codec: st
 def assert_refused_apart(fabric: str, wanted: list[list[str]], text: str, mode: str, codec: str) -> None:
     """All ranks say the same, from the pass in which ranks came apart on, and keep the same parameters."""
     ranks = syncline.run(partial(unfreeze_apart, wanted=wanted, mode=mode, codec=codec), len(wanted), fabric)
-    attempts = 2 if mode == "delayed" else 3  # a pass that is delayed is judged in the next one
     for said, parameters in ranks:
-        assert len(said) == attempts
+        assert len(said) == 3
         assert len(set(said)) == 1
         assert f"in step 2: {text}" in said[0]
         assert "requires_grad_(True) before the same step on all ranks" in said[0]

@@ -222,9 +222,9 @@ def test_other_ranks_go_on_from_means(mode: str, codec: str, world: int) -> None
 
 
 def assert_mean_is_kept(loaded: dict, states: list[dict]) -> None:
-    kept = [state["codec_state"]["kept"] for state in states]
-    assert loaded["codec_state"]["kept"]
-    for name, tensor in loaded["codec_state"]["kept"].items():
+    kept = [state["codec_state"]["residual"] for state in states]
+    assert loaded["codec_state"]["residual"]
+    for name, tensor in loaded["codec_state"]["residual"].items():
         torch.testing.assert_close(tensor, torch.stack([one[name] for one in kept]).mean(0))
         assert not same_bits(kept[0][name], kept[1][name])
 

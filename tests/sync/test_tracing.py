@@ -220,8 +220,9 @@ def test_a_bucket_is_applied_when_a_codec_has_written_its_means(codec: str) -> N
         for step in steps:
             for one in (one for one in step.buckets if one.bucket >= 0):
                 assert one.waited_to_ns <= one.applied_ns < step.ended_ns
-            decoded_ns = max(one.applied_ns for one in step.buckets) - max(one.ended_ns for one in step.buckets)
-            assert decoded_ns >= step.decode_ns
+            sent = [one for one in step.buckets if one.bucket >= 0]
+            assert sum(one.ended_ns - one.began_ns for one in sent) >= step.encode_ns + step.decode_ns
+            assert (step.decode_ns > 0) == (codec != "none")
 
 
 def test_buckets_that_nobody_can_use_are_not_applied() -> None:
@@ -244,7 +245,7 @@ def test_delayed_buckets_are_applied_one_step_after_they_left() -> None:
 
 def test_means_of_parameters_are_applied_when_ranks_meet() -> None:
     for steps in spans_of_threads(mode="local:every=2"):
-        met = [one for step in steps for one in step.buckets]
+        met = [one for step in steps for one in step.buckets if one.bucket >= 0]
         assert [one.bucket for one in met] == list(range(6))
         assert all(one.waited_to_ns <= one.applied_ns for one in met)
 

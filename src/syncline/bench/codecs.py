@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.buckets.heap import keep_freed_memory
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Part, Place, State
-from syncline.codecs.conversation import Question, answers_to
-from syncline.codecs.memory import Coded
+from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.conversation import Gather, Question, answers_to
+from syncline.codecs.entries import positions_of
 from syncline.codecs.registry import codec_of, text_of_codec
-from syncline.codecs.timed import positions_in
 from syncline.errors import SynclineError
+from syncline.path.codec_state import BucketCodecState
+from syncline.reducer.heap import keep_freed_memory
 
 MEASURED: tuple[str, ...] = (
     "none",
@@ -202,7 +202,7 @@ class Trial:
     @classmethod
     def begin(cls, codec: Codec, parts: tuple[Part, ...], world: int, is_native: bool = True) -> Trial:
         """Nothing is kept yet."""
-        states = [Coded.begin(codec, parts, torch.device("cpu"), feeds_back=False).state for _ in range(world)]
+        states = [BucketCodecState.begin(codec, parts, torch.device("cpu"), feedback=False).state for _ in range(world)]
         return cls(codec, is_native, parts, states, [torch.zeros(parts[-1].hi) for _ in range(world)], [])
 
     def run(self, gradients: list[Tensor], step: int) -> Tensor:
@@ -212,7 +212,9 @@ class Trial:
             encode, decode, asked = time_step(self.codec, gradients, self.kept, self.states, step, self.parts, out)
         self.timings.append((encode, decode))
         self.wire = sum(question.wire_bytes(len(gradients)) for question in asked)
-        self.positions = "".join(map(positions_in, asked))
+        self.positions = "".join(
+            positions_of(one.message) for one in asked if isinstance(one, Gather) and one.has_entries
+        )
         return out
 
     def medians(self) -> tuple[float, float]:
@@ -234,7 +236,7 @@ def time_step(
     world = len(gradients)
     clocks: list[float] = []
     asked: list[Question] = []
-    places = [Place(rank, world, step, 0, parts) for rank in range(world)]
+    places = [ReduceContext(rank, world, step, 0, parts) for rank in range(world)]
     correcting = correct(codec, gradients, states, places)
     if codec.feedback:
         gradients[0].add_(kept[0])
@@ -264,12 +266,12 @@ def time_step(
     return correcting + clocks[0], decoding, asked
 
 
-def correct(codec: Codec, gradients: list[Tensor], states: Sequence[State], places: Sequence[Place]) -> float:
+def correct(codec: Codec, gradients: list[Tensor], states: Sequence[State], places: Sequence[ReduceContext]) -> float:
     """Momenta in the place of gradients, if the codec asks for them; the seconds of the first rank."""
     clocks: list[float] = []
-    for gradient, state, place in zip(gradients, states, places, strict=True):
+    for gradient, state, context in zip(gradients, states, places, strict=True):
         started = time.perf_counter()
         if codec.correction is not None:
-            state.update(codec.correction.apply(gradient, state, place))
+            state.update(codec.correction.apply(gradient, state, context))
         clocks.append(time.perf_counter() - started)
     return clocks[0]

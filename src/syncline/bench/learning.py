@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.bench.tasks import Score, task_of
-from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Question, overheard
 from syncline.codecs.correction import Correction
 from syncline.codecs.registry import codec_of
@@ -55,14 +55,14 @@ class Metered(Codec):
         """That of the one inside."""
         return self.inner.start(parts, device)
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """The same conversation."""
 
         def heard(question: Question | None, _: int) -> None:
             if question is not None:
-                self.sent.append(question.wire_bytes(place.world))
+                self.sent.append(question.wire_bytes(context.world))
 
-        return overheard(self.inner.reduce(values, state, place), heard)
+        return overheard(self.inner.reduce(values, state, context), heard)
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def watch_memory(fabric: Fabric, name: Name, workload: str) -> int:
     for number in range(4):
         contender.step(number)
     reducer = contender.sync.reducer if contender.sync else None
-    own = sum(bucket.side.flat.nbytes for bucket in reducer.layout.buckets) if reducer and name in SHARED else 0
+    own = sum(bucket.nbytes for bucket in reducer.layout.buckets) if reducer and name in SHARED else 0
     of_peers = max(resident_bytes("RssShmem") - own, 0) if own else 0  # buckets of others that this rank has touched
     return resident_bytes("VmHWM") - before - of_peers
 

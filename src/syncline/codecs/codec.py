@@ -29,12 +29,12 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class ReduceContext:
     """Where and when a conversation takes place."""
 
     rank: int
     world: int
-    step: int  # the same on all ranks
+    step: int  # one more than the passes that were good before it; the same on all ranks
     seed: int  # of the job, the same on all ranks
     parts: tuple[Part, ...]
     loss_scale: float = 1.0  # by which gradients are larger than those of the loss
@@ -64,12 +64,21 @@ class Codec(ABC):
         """What becomes of gradients before the codec has them, also where there is nobody to talk to."""
         return None
 
+    @property
+    def most_rounds(self) -> int:
+        """How many questions a conversation asks at most."""
+        return 1
+
+    def rounds(self, step: int) -> int:
+        """How many questions a conversation asks in a step."""
+        return self.most_rounds
+
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """The state before the first step; most codecs have none."""
         return {}
 
     @abstractmethod
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """Talk about `values`, flat and of float32. When it ends, `values` hold what was not sent.
 
         What it returns writes the mean over ranks of what was sent. Changes of the state are to be written to a new

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Mean
 from syncline.codecs.correction import Correction
 from syncline.codecs.none import NoCodec
@@ -77,9 +77,16 @@ class Warmup(Composed):
                 f"use only that: {innermost(self).name}:warmup={self.steps}"
             )
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    @property
+    def most_rounds(self) -> int:
+        return self.inner().most_rounds
+
+    def rounds(self, step: int) -> int:
+        return self.at(step).rounds(step)
+
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """What the step asks for."""
-        return (yield from self.at(place.step).reduce(values, state, place))
+        return (yield from self.at(context.step).reduce(values, state, context))
 
     def at(self, step: int) -> Codec:
         """The codec of a step."""
@@ -111,13 +118,20 @@ class Rules(Composed):
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         return self.inner().start([part for part in parts if not self.is_plain(part)], device)
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    @property
+    def most_rounds(self) -> int:
+        return 1 + self.inner().most_rounds
+
+    def rounds(self, step: int) -> int:
+        return 1 + self.inner().rounds(step)
+
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean of what goes as it is, then the other codec about the rest."""
-        plain = [part for part in place.parts if self.is_plain(part)]
-        coded = [part for part in place.parts if not self.is_plain(part)]
+        plain = [part for part in context.parts if self.is_plain(part)]
+        coded = [part for part in context.parts if not self.is_plain(part)]
         mean = yield Mean(taken(values, plain))
         rest = taken(values, coded)
-        decoder = yield from self.inner().reduce(rest, state, replace(place, parts=closed_up(coded)))
+        decoder = yield from self.inner().reduce(rest, state, replace(context, parts=closed_up(coded)))
         put(values, plain, torch.zeros_like(mean))
         put(values, coded, rest)
         numel = rest.numel()  # and not `rest` itself, which would be held until the mean is written

@@ -4,7 +4,7 @@ A codec is a generator that yields questions and is sent the answers, so it can 
 lets the conversations of all ranks answer each other.
 
     Mean(x)            the mean over ranks; 16-bit tensors travel as such and are summed in fp32
-    Gather(message)    every rank's message, in order of rank; their lengths may differ, and may be known
+    Gather(message)    every rank's message, in order of rank, each as long as is known or filled up with zeros
     Exchange(parts)    every rank's part for me, in order of rank; the part for a rank has one length on all ranks
 """
 
@@ -39,7 +39,7 @@ class Gather:
     """Answered with every rank's message of bytes."""
 
     message: Tensor
-    lengths: Sequence[int] | None = None  # of every rank's message, where they are known: they need not be asked for
+    lengths: Sequence[int]  # of every rank's message, or as much as they may have at most: the same on all ranks
     has_entries: bool = False  # the message is one of `entries.py`, with positions
 
     def said_bytes(self, rank: int) -> int:
@@ -48,7 +48,7 @@ class Gather:
 
     def wire_bytes(self, world: int) -> float:
         """What a rank sends: its message to all others, or theirs along."""
-        return (world - 1) * self.message.nbytes
+        return (world - 1) * max(self.lengths)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +118,12 @@ def answers_to(questions: Sequence[Question]) -> list[Any]:
         return [(total / len(tensors)).to(tensors[0].dtype) for _ in tensors]
     if isinstance(first, Gather):
         messages = [question.message for question in questions if isinstance(question, Gather)]
-        return [[message.clone() for message in messages] for _ in messages]
+        lengths = [question.lengths for question in questions if isinstance(question, Gather)]
+        return [list(map(filled_up, messages, lengths[0])) for _ in messages]
     parts = [question.parts for question in questions if isinstance(question, Exchange)]
     return [[theirs[rank].clone() for theirs in parts] for rank in range(len(parts))]
+
+
+def filled_up(message: Tensor, length: int) -> Tensor:
+    """A copy of a message, with zeros at its end up to a length."""
+    return torch.cat([message, message.new_zeros(length - len(message))])

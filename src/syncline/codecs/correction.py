@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Part, Place, State
+from syncline.codecs.codec import Part, ReduceContext, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +33,20 @@ class Correction:
         """No momentum yet."""
         return {key_of(part): torch.zeros(part.hi - part.lo, device=device) for part in parts}
 
-    def apply(self, values: Tensor, state: State, place: Place) -> State:
+    def apply(self, values: Tensor, state: State, context: ReduceContext) -> State:
         """Put momenta in the place of gradients; returns them, to be kept."""
         if self.clip:
-            limit = self.clip * place.loss_scale / place.world**0.5
+            limit = self.clip * context.loss_scale / context.world**0.5
             values.mul_((limit / values.norm().clamp(min=1e-12)).clamp(max=1.0))
-        scale = place.loss_scale / place.share
-        momentum = momentum_in(state, place.parts, values).mul_(scale)
+        scale = context.loss_scale / context.share
+        momentum = momentum_in(state, context.parts, values).mul_(scale)
         if self.nesterov:
             momentum.add_(values).mul_(self.momentum)
             values.add_(momentum)
         else:
             momentum.mul_(self.momentum).add_(values)
             values.copy_(momentum)
-        return momentum_by_part(momentum.div_(scale), place.parts)
+        return momentum_by_part(momentum.div_(scale), context.parts)
 
 
 def momentum_in(state: State, parts: Sequence[Part], like: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Gather
 from syncline.codecs.correction import Correction, momentum_by_part, momentum_in
 from syncline.codecs.entries import FORMS
@@ -61,13 +61,15 @@ class DGC(Codec):
             return self.keep
         return float(0.25 * (self.keep / 0.25) ** (step / self.warmup))
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One gather."""
-        chosen = TopK(self.fraction(place.step)).choose(values, place)
+        selection = TopK(self.fraction(context.step))
+        chosen = selection.choose(values, context)
         message = kernels.take_entries(values, chosen, self.values)
-        messages = yield Gather(message, has_entries=True)
+        lengths = [kernels.entries_bytes(selection.most(values.numel()), values.numel(), self.values)] * context.world
+        messages = yield Gather(message, lengths, has_entries=True)
         if self.masking:
-            momentum = momentum_in(state, place.parts, values)
+            momentum = momentum_in(state, context.parts, values)
             momentum[chosen] = 0
-            state |= momentum_by_part(momentum, place.parts)
+            state |= momentum_by_part(momentum, context.parts)
         return lambda out: kernels.mean_of_entries(out, messages, self.values)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import twins
-from syncline.codecs.indices import decode_indices, encode_indices, way_of
+from syncline.codecs.indices import decode_indices, encode_indices, indices_room, way_of
 from syncline.errors import CorruptMessage
 
 FORMS = ("fp32", "fp16", "int8")  # of values; the native ones are numbered so
@@ -44,6 +44,27 @@ def write_message(positions: Tensor, values: Tensor, numel: int, form: str) -> T
     return torch.cat([header, written, write_values(values.cpu(), form)])
 
 
+def most_bytes(count: int, numel: int, form: str) -> int:
+    """The most bytes that a message of `count` entries has, whichever they are."""
+    return HEADER_BYTES + indices_room(count, numel) + value_bytes(count, form)
+
+
+def value_bytes(count: int, form: str) -> int:
+    """Bytes of so many values."""
+    return twins.scaled_bytes(count, BLOCK, 8) if form == "int8" else count * (2 if form == "fp16" else 4)
+
+
+def length_of(message: Tensor, form: str) -> int:
+    """Bytes of a message without the zeros that fill it up, as it announces; whether that can be is not said."""
+    if len(message) < HEADER_BYTES:
+        return len(message)
+    count, length = message[:HEADER_BYTES].clone().view(torch.int64).tolist()
+    if not (0 <= count < 2**58 and 0 <= length <= len(message)):
+        return len(message)
+    end = HEADER_BYTES + length + value_bytes(count, form)
+    return len(message) if message[end:].any() else end  # with anything but zeros behind it, it is too long
+
+
 def positions_of(message: Tensor) -> str:
     """How the positions of a message were written, for reports: `"bitmap"`, `"short"` or `"rice"`."""
     return way_of(message[HEADER_BYTES:])
@@ -65,7 +86,7 @@ def read_message(message: Tensor, numel: int, form: str) -> tuple[Tensor, Tensor
     if not (0 <= count <= numel and 0 <= length <= len(message) - HEADER_BYTES):
         raise CorruptMessage(f"a message of {len(message)} bytes announces {count} entries of {numel}")
     positions = decode_indices(message[HEADER_BYTES : HEADER_BYTES + length], count, numel)
-    body = message[HEADER_BYTES + length :]
+    body = message[HEADER_BYTES + length : length_of(message, form)]
     if form == "int8":
         return positions, twins.dequantize(body, count, BLOCK, 8)
     dtype = torch.float16 if form == "fp16" else torch.float32

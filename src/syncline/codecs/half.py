@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Mean
 from syncline.codecs.slices import exchange_slices
 from syncline.codecs.twins import expect_length
@@ -28,10 +28,14 @@ class Fp16(Codec):
     wire: ClassVar[torch.dtype] = torch.float16
     feedback: bool = False  # keep what rounding took away
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    @property
+    def most_rounds(self) -> int:
+        return 2 if self.feedback else 1
+
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean; with feedback a one-shot exchange, because what the owner's rounding takes away is kept too."""
         if self.feedback:
-            return (yield from exchange_slices(values, place, 1, self.take, self.decode, self.length))
+            return (yield from exchange_slices(values, context, 1, self.take, self.decode, self.length))
         mean = yield Mean(kernels.narrow(values, self.wire))
         return lambda out: kernels.widen(out, mean)
 

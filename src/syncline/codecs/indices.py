@@ -29,6 +29,13 @@ Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.int64]
 
 
+def indices_room(count: int, numel: int) -> int:
+    """Bytes that are enough for any `count` positions: the least of the closed bounds of the three ways."""
+    parameter = rice_parameter(count, numel)
+    gaps = -(-(count + (max(numel - count, 0) >> parameter)) // 8) + -(-count * parameter // 8)
+    return HEADER + min(-(-numel // 8), 4 * -(-numel // PAGE) + 2 * count, gaps)
+
+
 def encode_indices(indices: Tensor, numel: int) -> Tensor:
     """Ascending positions to bytes."""
     found = indices.cpu().numpy()

@@ -113,11 +113,17 @@ def take_entries(values: Tensor, positions: Tensor, form: str) -> Tensor:
     return message[:nbytes]
 
 
+def entries_bytes(count: int, numel: int, form: str) -> int:
+    """As many bytes as a message of up to so many entries has at most; of exactly so many it has hardly fewer."""
+    return entries.most_bytes(count, numel, form)
+
+
 def mean_of_entries(out: Tensor, messages: list[Tensor], form: str) -> None:
     """The mean of what all ranks sent, added in order of rank."""
     if not runs_natively(out, *messages) or out.dtype != torch.float32 or out.numel() >= NATIVE_NUMEL:
         entries.mean_of_entries(out, messages, form)
         return
+    messages = [message[: entries.length_of(message, form)] for message in messages]
     starts, lengths = [message.data_ptr() for message in messages], [len(message) for message in messages]
     native.mean_of_entries(out.data_ptr(), out.numel(), starts, lengths, FORMS.index(form))  # type: ignore[union-attr]
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Mean
 
 
@@ -18,7 +18,7 @@ class NoCodec(Codec):
     name: ClassVar[str] = "none"
     feedback: ClassVar[bool] = False  # type: ignore[misc]
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean."""
         mean = yield Mean(values.clone())
         values.zero_()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Exchange, Gather
 from syncline.codecs.slices import exchange_slices, slice_bounds
 from syncline.codecs.twins import expect_length, pack_bits, packed_bytes, scaled_bytes, unpack_bits
@@ -43,11 +43,15 @@ class OneBit(Codec):
         if not self.vote and not self.feedback:
             raise PairingError("signs without feedback do not converge; use feedback=true, or vote=true,feedback=false")
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    @property
+    def most_rounds(self) -> int:
+        return 2
+
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """An exchange and a gather."""
         if self.vote:
-            return (yield from self.count_votes(values, place))
-        return (yield from exchange_slices(values, place, self.block, self.take, self.decode, self.length))
+            return (yield from self.count_votes(values, context))
+        return (yield from exchange_slices(values, context, self.block, self.take, self.decode, self.length))
 
     def length(self, numel: int) -> int:
         """Of a message, in bytes."""
@@ -61,12 +65,12 @@ class OneBit(Codec):
         """A message to values."""
         kernels.unpack_signs(message, out, self.block, how)
 
-    def count_votes(self, values: Tensor, place: Place) -> Conversation:
+    def count_votes(self, values: Tensor, context: ReduceContext) -> Conversation:
         """Signs to the owners of slices, the sign of their sum to all."""
-        bounds = slice_bounds(values.numel(), place.world, self.block)
+        bounds = slice_bounds(values.numel(), context.world, self.block)
         pieces = [values[lo:hi] for lo, hi in itertools.pairwise(bounds)]
         heard = yield Exchange([pack_bits(piece >= 0) for piece in pieces])
-        ayes = torch.stack([votes_of(message, pieces[place.rank].numel()) for message in heard]).sum(0)
+        ayes = torch.stack([votes_of(message, pieces[context.rank].numel()) for message in heard]).sum(0)
         results = yield Gather(
             pack_bits(2 * ayes >= len(heard)), [packed_bytes(hi - lo) for lo, hi in itertools.pairwise(bounds)]
         )

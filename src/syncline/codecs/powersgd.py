@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import low_rank
-from syncline.codecs.codec import Codec, Part, Place, State
+from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Mean
 from syncline.codecs.low_rank import Matrix, Shape, left_shapes, right_shapes
 from syncline.errors import ConfigError
@@ -49,7 +49,7 @@ class PowerSGD(Codec):
         for part in filter(self.shrinks, parts):
             matrix = self.matrix(part)
             like = torch.empty(matrix.factors, matrix.columns, device=device)
-            state[key_of(part)] = drawn(like, part, Place(0, 1, 0, 0, (part,)))
+            state[key_of(part)] = drawn(like, part, ReduceContext(0, 1, 0, 0, (part,)))
         return state
 
     def matrix(self, part: Part) -> Matrix:
@@ -63,11 +63,15 @@ class PowerSGD(Codec):
         _, rows, columns, factors = self.matrix(part)
         return len(part.shape) > 1 and (rows + columns) * factors * self.min_compression_rate < rows * columns
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    @property
+    def most_rounds(self) -> int:
+        return 2
+
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """Two means: of all left factors with what goes as it is, and of all right factors."""
-        thin = [part for part in place.parts if self.shrinks(part)]
+        thin = [part for part in context.parts if self.shrinks(part)]
         matrices = [self.matrix(part) for part in thin]
-        others = [part for part in place.parts if not self.shrinks(part)]
+        others = [part for part in context.parts if not self.shrinks(part)]
         dense = [values[part.lo : part.hi] for part in others]
         starts = torch.cat([values.new_empty(0), *(state[key_of(part)].view(-1) for part in thin)])
         lefts = low_rank.times_rights(values, matrices, starts)
@@ -78,7 +82,7 @@ class PowerSGD(Codec):
         for piece in dense:
             piece.zero_()
         factors = (yield Mean(rights)).clone()
-        state.update(next_starts(factors, thin, right_shapes(matrices), place))
+        state.update(next_starts(factors, thin, right_shapes(matrices), context))
 
         def write(out: Tensor) -> None:
             for part, mean in zip(others, plain, strict=True):
@@ -93,22 +97,22 @@ def key_of(part: Part) -> str:
     return f"{part.name}/factor"
 
 
-def drawn(like: Tensor, part: Part, place: Place) -> Tensor:
+def drawn(like: Tensor, part: Part, context: ReduceContext) -> Tensor:
     """A random factor, the same on all ranks."""
-    generator = replace(place, parts=(part,)).generator(torch.device("cpu"), "powersgd")
+    generator = replace(context, parts=(part,)).generator(torch.device("cpu"), "powersgd")
     return torch.randn(like.shape, generator=generator).to(like.device)
 
 
-def next_starts(factors: Tensor, parts: Sequence[Part], shapes: Sequence[Shape], place: Place) -> State:
+def next_starts(factors: Tensor, parts: Sequence[Part], shapes: Sequence[Shape], context: ReduceContext) -> State:
     """The directions of averaged factors; what is nothing would stay nothing, so it is drawn anew."""
     directions = factors.clone()
     are_something = low_rank.orthonormalize(directions, shapes)
     starts = [start.clone() for start in low_rank.pieces(directions, shapes)]
     if not are_something:
-        starts = [with_drawn(start, part, place) for start, part in zip(starts, parts, strict=True)]
+        starts = [with_drawn(start, part, context) for start, part in zip(starts, parts, strict=True)]
     return {key_of(part): start for part, start in zip(parts, starts, strict=True)}
 
 
-def with_drawn(start: Tensor, part: Part, place: Place) -> Tensor:
+def with_drawn(start: Tensor, part: Part, context: ReduceContext) -> Tensor:
     """With random rows where there is nothing."""
-    return torch.where(start.any(dim=1, keepdim=True), start, drawn(start, part, place))
+    return torch.where(start.any(dim=1, keepdim=True), start, drawn(start, part, context))

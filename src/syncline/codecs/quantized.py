@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation
 from syncline.codecs.slices import exchange_slices
 from syncline.codecs.twins import scaled_bytes
@@ -41,20 +41,24 @@ class Int8(Codec):
         if self.rounding not in ROUNDINGS:
             raise UnknownName("rounding", self.rounding, ROUNDINGS)
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    @property
+    def most_rounds(self) -> int:
+        return 2
+
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """An exchange and a gather."""
-        take = partial(self.take, place=place)
-        return (yield from exchange_slices(values, place, self.block, take, self.decode, self.length))
+        take = partial(self.take, context=context)
+        return (yield from exchange_slices(values, context, self.block, take, self.decode, self.length))
 
     def length(self, numel: int) -> int:
         """Of a message, in bytes."""
         return scaled_bytes(numel, self.block, self.bits)
 
-    def take(self, values: Tensor, use: int, place: Place) -> Tensor:
+    def take(self, values: Tensor, use: int, context: ReduceContext) -> Tensor:
         """Values to a message, which leaves what it does not say."""
         noise = None
         if self.rounding == "stochastic":
-            generator = place.generator(values.device, place.rank, use)
+            generator = context.generator(values.device, context.rank, use)
             noise = torch.rand(values.numel(), generator=generator, dtype=torch.float32, device=values.device)
         return kernels.take_quantized(values, self.block, self.bits, noise)
 

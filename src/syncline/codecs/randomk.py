@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Mean
 from syncline.errors import ConfigError, PairingError
 
@@ -50,11 +50,11 @@ class RandomK(Codec):
         """Neighbours of which one is sent."""
         return max(1, round(1 / self.keep))
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean of the entries."""
         starts = torch.arange(0, values.numel(), self.block, device=values.device)
         sizes = (values.numel() - starts).clamp(max=self.block)  # the last block may be short
-        chosen = self.indices(starts, sizes, place)
+        chosen = self.indices(starts, sizes, context)
         mean = yield Mean(values[chosen])
         values[chosen] = 0
 
@@ -64,8 +64,8 @@ class RandomK(Codec):
 
         return write
 
-    def indices(self, starts: Tensor, sizes: Tensor, place: Place) -> Tensor:
+    def indices(self, starts: Tensor, sizes: Tensor, context: ReduceContext) -> Tensor:
         """One of every block."""
         device = starts.device
-        uniform = torch.rand(len(starts), generator=place.generator(device, "randomk"), device=device)
+        uniform = torch.rand(len(starts), generator=context.generator(device, "randomk"), device=device)
         return starts + (uniform * sizes).long().clamp(max=self.block - 1).minimum(sizes - 1)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Place
+from syncline.codecs.codec import ReduceContext
 from syncline.codecs.conversation import Conversation, Exchange, Gather
 from syncline.codecs.kernels import How
 
@@ -26,20 +26,20 @@ Length = Callable[[int], int]  # bytes of a message of so many values
 
 
 def exchange_slices(
-    values: Tensor, place: Place, block: int, take: Take, decode: Decode, length: Length
+    values: Tensor, context: ReduceContext, block: int, take: Take, decode: Decode, length: Length
 ) -> Conversation:
     """Talk about `values`; slices are cut at multiples of a block."""
-    bounds = slice_bounds(values.numel(), place.world, block)
+    bounds = slice_bounds(values.numel(), context.world, block)
     pieces = [values[lo:hi] for lo, hi in itertools.pairwise(bounds)]
-    own = pieces[place.rank]
+    own = pieces[context.rank]
     unsaid = torch.empty(length(own.numel()), dtype=torch.uint8, device=values.device)
     heard = yield Exchange([unsaid if piece is own else take(piece, owner) for owner, piece in enumerate(pieces)])
     for rank, message in enumerate(heard):
-        if rank != place.rank:
+        if rank != context.rank:
             decode(message, own, "add")
-    own /= place.world
-    result = take(own, place.world)
-    own *= place.world
+    own /= context.world
+    result = take(own, context.world)
+    own *= context.world
     results = yield Gather(result, [length(hi - lo) for lo, hi in itertools.pairwise(bounds)])
 
     def write(out: Tensor) -> None:

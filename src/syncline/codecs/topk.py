@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Gather
 from syncline.codecs.entries import FORMS
 from syncline.errors import ConfigError, UnknownName
@@ -52,31 +52,45 @@ class TopK(Codec):
                 f"try block={math.ceil(1 / self.keep)}, or 0 for the whole bucket"
             )
 
-    def reduce(self, values: Tensor, state: State, place: Place) -> Conversation:
+    def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One gather."""
-        message = kernels.take_entries(values, self.choose(values, place), self.values)
-        messages = yield Gather(message, has_entries=True)
+        message = kernels.take_entries(values, self.choose(values, context), self.values)
+        lengths = [kernels.entries_bytes(self.most(values.numel()), values.numel(), self.values)] * context.world
+        messages = yield Gather(message, lengths, has_entries=True)
         return lambda out: kernels.mean_of_entries(out, messages, self.values)
 
     def count(self, numel: int) -> int:
         """How many entries of so many."""
         return min(numel, max(1, round(self.keep * numel)))
 
-    def choose(self, values: Tensor, place: Place) -> Tensor:
+    def most(self, numel: int) -> int:
+        """How many entries of so many are sent at most: with an exact selection, as many as always."""
+        block = self.block or max(numel, 1)
+        whole, rest = divmod(numel, block)
+        return whole * self.most_of_row(block) + (self.most_of_row(rest) if rest else 0)
+
+    def most_of_row(self, columns: int) -> int:
+        """How many entries of a row are sent at most."""
+        wanted = self.count(columns)
+        if self.select == "exact" or wanted == columns or columns <= LEAST_SAMPLE:
+            return wanted
+        return min(columns, math.floor(1.3 * wanted) + 1)
+
+    def choose(self, values: Tensor, context: ReduceContext) -> Tensor:
         """Positions, ascending."""
         block = self.block or max(values.numel(), 1)
         whole = values.numel() // block * block
-        chosen = self.choose_from(values[:whole].view(-1, block), place)
+        chosen = self.choose_from(values[:whole].view(-1, block), context)
         if whole == values.numel():
             return chosen
-        return torch.cat([chosen, whole + self.choose_from(values[whole:].view(1, -1), place)])
+        return torch.cat([chosen, whole + self.choose_from(values[whole:].view(1, -1), context)])
 
-    def choose_from(self, rows: Tensor, place: Place) -> Tensor:
+    def choose_from(self, rows: Tensor, context: ReduceContext) -> Tensor:
         """The same number of entries from every row; where a sample would be no smaller than a row, the largest."""
         wanted = self.count(rows.shape[1])
         if self.select == "exact" or wanted == rows.shape[1] or rows.shape[1] <= LEAST_SAMPLE or not len(rows):
             return kernels.select_largest(rows, wanted)
-        return select_sampled(rows, wanted, place.generator(rows.device, place.rank, "sample"))
+        return select_sampled(rows, wanted, context.generator(rows.device, context.rank, "sample"))
 
 
 def select_sampled(values: Tensor, wanted: int, generator: torch.Generator) -> Tensor:

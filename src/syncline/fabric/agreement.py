@@ -14,6 +14,7 @@ from torch import Tensor
 from syncline.collectives.all_gather import all_gather, all_gather_at_once
 from syncline.collectives.execute import Reduction, execute
 from syncline.collectives.program import compile_program
+from syncline.core.ranks import some_ranks
 from syncline.errors import Desync
 
 if TYPE_CHECKING:
@@ -56,8 +57,3 @@ def difference(calls: list[str]) -> str:
     sides = sorted(ranks.items(), key=lambda side: (-len(side[1]), side[1]))
     told = "; ".join(f"{some_ranks(who)} called {call}" for call, who in sides)
     return f"ranks differ, so nothing was sent: {told}. All ranks must make the same calls in the same order."
-
-
-def some_ranks(ranks: list[int]) -> str:
-    """`rank 2` or `ranks 0, 1, 3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -28,6 +28,7 @@ from syncline.fabric.hosts import hosts_among
 from syncline.specs import text_of
 
 if TYPE_CHECKING:
+    from syncline.fabric.channel import Channel
     from syncline.fabric.newcomers import Door, Doors
 
 MOST_NAME_BYTES = 100  # of an algorithm with its settings; ranks compare it in full
@@ -50,6 +51,9 @@ class Handle(Protocol):
 
     def finite(self) -> bool | None:
         """Whether no element of the result is infinite or NaN, the same on every rank; None where that is not known."""
+
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Have something called when it is over, one way or another, in whichever thread; at once if it is."""
 
 
 class Times(NamedTuple):
@@ -130,6 +134,16 @@ class Fabric(ABC):
         made = self._subgroup(members, number)
         made.hosts = hosts_among(self.hosts, members)
         return self._keep(made)
+
+    def channel(self) -> Channel:
+        """The collectives of this fabric as calls that only start and are not compared; there is one order of both."""
+        self.birthplace.require()
+        return self._channel()
+
+    def abort(self, why: str) -> None:
+        """End what is under way, and all that comes, here and on the other ranks; `why` is what they are told."""
+        if self.birthplace.is_here() and not self.is_closed:
+            self._abort(f"rank {self.rank} {why}")
 
     def door(self) -> Door | None:
         """Where ranks that come later find this one; None where there can be no newcomers."""
@@ -255,6 +269,12 @@ class Fabric(ABC):
     @abstractmethod
     def note_of(self, rank: int) -> Note:
         """What a rank has noted last; it may be a second old."""
+
+    @abstractmethod
+    def _channel(self) -> Channel: ...
+
+    @abstractmethod
+    def _abort(self, why: str) -> None: ...
 
     @abstractmethod
     def _sibling(self) -> Self: ...

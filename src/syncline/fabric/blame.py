@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from syncline.errors import PeerError, PeerLost, PeerStalled
+from syncline.errors import PeerAborted, PeerError, PeerLost, PeerStalled
 
-Kind = Literal["lost", "stalled"]
+Kind = Literal["lost", "stalled", "aborted"]
 
 
 def culprit(first: int, waits_for: Callable[[int], int | None]) -> int:
@@ -29,6 +29,8 @@ def peer_error(kind: Kind, rank: int, observer: int, during: str, waited_s: floa
     where = f"during {during}; noticed by rank {observer} after {waited_s:.1f} s"
     if kind == "lost":
         return PeerLost(rank, f"rank {rank} is gone {where}. Look at what it printed last.")
+    if kind == "aborted":
+        return PeerAborted(rank, f"rank {rank} gave up {where}. Look at what it printed last.")
     return PeerStalled(
         rank,
         f"rank {rank} did not arrive before the deadline {where}. It may be stopped, in a long computation or in a "

@@ -24,6 +24,7 @@ from syncline.errors import FabricClosed, PeerError
 from syncline.fabric.blame import Kind, culprit, peer_error
 
 PATIENCE_S = 0.8  # for reports of ranks that are still being woken
+TELLING_S = 0.05  # that a rank which aborts waits for the store
 PAUSE_S = 0.02
 LINGER_S = 4.0  # for which the rank that keeps the store does not end, while others have not reported
 NEVER_SENT = 1  # a tag that no message has
@@ -59,10 +60,27 @@ class Inquest:
         guilty, how = self.verdict(peer, kind)
         return peer_error(how, guilty, self.rank, during, waited_s)
 
+    def tell_abort(self) -> None:
+        """Report that this rank gives up for a reason of its own, and wake the others at once."""
+        self.reports[self.rank] = (self.rank, "aborted")
+        self.held_at = time.monotonic()
+        telling = threading.Thread(target=self._tell_abort, daemon=True)
+        with suppress(RuntimeError):  # there are no new threads when the interpreter is about to end
+            telling.start()
+            telling.join(TELLING_S)
+        self.give_up_connections()
+
+    def _tell_abort(self) -> None:
+        with suppress(RuntimeError, FabricClosed):
+            self._store().set(str(self.rank), json.dumps(self.reports[self.rank]))
+
     def verdict(self, peer: int | None, kind: Kind) -> tuple[int, Kind]:
         """The end of the chain; where an engine did not say who failed, the lowest rank that made no report."""
         if self.store_says != "something" and self.keeper is not None and self.keeper not in self.reports:
             return self.keeper, "lost" if self.store_says == "an error" else "stalled"
+        aborted = [rank for rank, (_, how) in self.reports.items() if how == "aborted"]
+        if aborted:
+            return aborted[0], "aborted"
         silent = [rank for rank in range(self.world) if rank not in self.reports]
         if peer is None:
             peer = silent[0] if silent else (self.rank + 1) % self.world

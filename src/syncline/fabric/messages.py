@@ -20,6 +20,7 @@ from syncline.collectives.schedule import Hosts, Schedule, boundaries
 from syncline.errors import ConfigError, FabricClosed, FabricError
 from syncline.fabric.agreement import compare_calls
 from syncline.fabric.base import Ended, Fabric, Times, describe
+from syncline.fabric.channel import Channel, MessageChannel
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.worker import Worker, WorkerHandle
 
@@ -87,9 +88,9 @@ class MessageFabric(Fabric):
         self._agree(describe("all_reduce", op, tensor, collective))
         if collective == "engine":
             return self._engine_all_reduce(tensor, op)
-        return partial(self._reduce_along, tensor, op, collective)
+        return partial(self.reduce_along, tensor, op, collective)
 
-    def _reduce_along(self, tensor: Tensor, op: Op, collective: str) -> None:
+    def reduce_along(self, tensor: Tensor, op: Op, collective: str) -> None:
         """Along the schedule of an algorithm."""
         with accumulator(tensor) as flat:
             self._run(schedule_of(collective, self.world, self.hosts), flat, op, tensor.dtype)
@@ -110,10 +111,14 @@ class MessageFabric(Fabric):
 
         def work() -> Tensor:
             self._agree(describe("all_gather", "copy", tensor))
-            self._run(all_gather(self.world), gathered.view(-1), "sum", tensor.dtype, grain=1)
+            self.gather_along(gathered.view(-1))
             return gathered
 
         return self.worker.in_turn(work)
+
+    def gather_along(self, gathered: Tensor) -> None:
+        """Fill a flat tensor, in which this rank's own part is, along the schedule of an all-gather."""
+        self._run(all_gather(self.world), gathered, "sum", gathered.dtype, grain=1)
 
     def _broadcast(self, flat: Tensor, root: int) -> None:
         def work() -> None:
@@ -123,8 +128,18 @@ class MessageFabric(Fabric):
         self.worker.in_turn(work)
 
     def _all_to_all(self, flat: Tensor) -> Tensor:
-        part = flat.numel() // self.world
         taken = torch.empty_like(flat)
+
+        def work() -> Tensor:
+            self._agree(describe("all_to_all", "copy", flat))
+            self.exchange_along(taken, flat)
+            return taken
+
+        return self.worker.in_turn(work)
+
+    def exchange_along(self, taken: Tensor, flat: Tensor) -> None:
+        """Fill a flat tensor with everyone's part for this rank, along the schedule of an all-to-all."""
+        part = flat.numel() // self.world
         own = slice(self.rank * part, (self.rank + 1) * part)
         taken[own] = flat[own]
 
@@ -136,20 +151,22 @@ class MessageFabric(Fabric):
             sender, within = lo // (self.world * part), lo % part
             return taken[sender * part + within : sender * part + within + hi - lo]
 
-        def work() -> Tensor:
-            self._agree(describe("all_to_all", "copy", flat))
-            reduction = Reduction("sum", self.rank, self.world, flat.dtype)
-            self._execute(all_to_all(self.world), self.world * flat.numel(), source, target, reduction, grain=1)
-            return taken
+        reduction = Reduction("sum", self.rank, self.world, flat.dtype)
+        self._execute(all_to_all(self.world), self.world * flat.numel(), source, target, reduction, grain=1)
 
-        return self.worker.in_turn(work)
+    def _channel(self) -> Channel:
+        return MessageChannel(self)
 
-    def _agree(self, call: str) -> None:
-        """Compare with all ranks what is about to be done."""
+    def begin_call(self, call: str) -> None:
+        """Count a call, unless none can be made any more."""
         if self.broken is not None:
             raise self.broken
         self.calls += 1
         self.during = call
+
+    def _agree(self, call: str) -> None:
+        """Compare with all ranks what is about to be done."""
+        self.begin_call(call)
         if self.world > 1:
             compare_calls(self, f"{call}, call {self.calls}", monotonic() + self.deadlines.operation)
         self.met_ns = monotonic_ns()

@@ -26,6 +26,7 @@ from syncline.collectives.execute import Op, Pending
 from syncline.collectives.schedule import hosts_of_sizes
 from syncline.errors import FabricError, JoinFailed
 from syncline.fabric.base import NO_NOTE, Fabric, Handle, Note
+from syncline.fabric.channel import Channel
 from syncline.fabric.deadlines import Deadlines
 
 ABSENT_S = 10.0  # a rank whose door is not there for so long has ended
@@ -164,6 +165,12 @@ class Newcomer(Fabric):
 
     def note_of(self, rank: int) -> Note:
         return NO_NOTE
+
+    def _channel(self) -> Channel:
+        self.refuse()
+
+    def _abort(self, why: str) -> None:
+        """Nobody waits for it."""
 
     def _sibling(self) -> Self:
         return type(self)(self.rank, self.world, self.incarnation, self.doors)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,9 +23,11 @@ from syncline.collectives.rows import Rows, compile_rows
 from syncline.collectives.schedule import boundaries, hosts_of_sizes
 from syncline.errors import ConfigError, FabricError
 from syncline.fabric.base import Fabric, Note, Times
+from syncline.fabric.channel import Channel
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.forked import Birthplace
 from syncline.fabric.torch import TorchFabric
+from syncline.fabric.worker import Worker
 
 if TYPE_CHECKING:
     from syncline import _native
@@ -92,6 +95,7 @@ class ShmFabric(Fabric):
         super().__init__(rank, world, hosts_of_sizes([world]), deadlines)
         self.engine = engine
         self.meeting = meeting
+        self.waiter = Worker(f"rank {rank} waits")  # for calls of the native thread that somebody wants to be told of
         self.group: _native.Group = _native.Group(
             meeting.address, rank, world, meeting.nonce, deadlines.operation, deadlines.join
         )
@@ -129,6 +133,12 @@ class ShmFabric(Fabric):
         first, second, third, fourth = self.group.note_of(self._peer(rank))
         return first, second, third, fourth
 
+    def _channel(self) -> Channel:
+        return ShmChannel(self)
+
+    def _abort(self, why: str) -> None:
+        self.group.abort(why)
+
     def _sibling(self) -> ShmFabric:
         """Rank 0 says where to meet. The engine stays with the first one."""
         nonce = torch.tensor(list(Meeting().nonce), dtype=torch.int32)
@@ -141,6 +151,7 @@ class ShmFabric(Fabric):
 
     def _close(self, drain: bool) -> None:
         self.group.close(drain)
+        self.waiter.close(drain=False)
         if self.engine is not None:
             self.engine.close(drain)
 
@@ -170,7 +181,7 @@ class ShmFabric(Fabric):
         else:
             rows = self._rows(flat, collective)
             native = self.group.submit_schedule(flat.data_ptr(), count, dtype, code, rows, collective)
-        return ShmHandle(native, tensor, flat, self.deadlines.operation)
+        return ShmHandle(self, native, tensor, flat)
 
     def _reduce_scatter(self, tensor: Tensor, op: Op) -> Tensor:
         """The native call wants equal slices, so the end is filled up."""
@@ -229,25 +240,30 @@ class ShmPending:
 
 
 class ShmHandle:
-    """An all-reduce in the hands of the native worker thread; the tensor is kept alive until it is done."""
+    """A call in the hands of the native worker thread; its tensors are kept alive until it is done."""
 
-    def __init__(self, native: _native.Handle, tensor: Tensor, flat: Tensor, deadline_s: float) -> None:
-        self.birthplace = Birthplace()
+    def __init__(self, fabric: ShmFabric, native: _native.Handle, tensor: Tensor, flat: Tensor) -> None:
+        self.fabric = fabric
         self.native = native
         self.tensor = tensor
         self.flat = flat
-        self.deadline_s = deadline_s
+        self.sent: Tensor | None = None
+
+    def keeping(self, sent: Tensor) -> ShmHandle:
+        """Keep alive what is sent, too."""
+        self.sent = sent
+        return self
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Return when it is done; raise what it raised."""
-        self.birthplace.require()
+        self.fabric.birthplace.require()
         if deadline_s is None:
             while not self.native.wait(SIGNALS_S):  # Python looks for Ctrl-C in between
                 pass
         elif not self.native.wait(deadline_s):
             raise FabricError(
-                f"an all-reduce is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
-                f"{self.deadline_s} s late"
+                f"a collective is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
+                f"{self.fabric.deadlines.operation} s late"
             )
         if self.flat is not self.tensor:
             self.tensor.detach().copy_(self.flat)
@@ -257,6 +273,17 @@ class ShmHandle:
         """Whether it is over, one way or another."""
         return self.native.done()
 
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Have something called when it is over, by a thread that waits for such calls in their order."""
+
+        def wait() -> Times:
+            with suppress(FabricError):
+                self.native.wait()
+            call()
+            return Times(0, 0, 0)
+
+        self.fabric.waiter.submit(wait, "a collective", self.fabric.deadlines.operation)
+
     def times(self) -> Times:
         """When it happened."""
         return Times(*self.native.times())
@@ -264,3 +291,24 @@ class ShmHandle:
     def finite(self) -> bool | None:
         """Whether no element of the result is infinite or NaN; known without a schedule, where there are peers."""
         return self.native.finite()
+
+
+class ShmChannel(Channel):
+    """Calls in the hands of the native worker thread, which carries them out in their order."""
+
+    fabric: ShmFabric
+
+    def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> ShmHandle:
+        return self.fabric._all_reduce_async(tensor, op, collective)
+
+    def _all_gather(self, gathered: Tensor, own: Tensor) -> ShmHandle:
+        native = self.fabric.group.submit_all_gather(
+            own.data_ptr(), gathered.data_ptr(), own.numel(), DTYPE_CODES[own.dtype]
+        )
+        return ShmHandle(self.fabric, native, gathered, gathered).keeping(own)
+
+    def _exchange(self, taken: Tensor, parts: Tensor) -> ShmHandle:
+        native = self.fabric.group.submit_all_to_all(
+            parts.data_ptr(), taken.data_ptr(), parts.numel() // self.fabric.world, DTYPE_CODES[parts.dtype]
+        )
+        return ShmHandle(self.fabric, native, taken, taken).keeping(parts)

@@ -26,7 +26,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from syncline.collectives.schedule import Hosts, hosts_of_sizes
-from syncline.errors import ConfigError, Desync, FabricClosed, PeerError
+from syncline.errors import ConfigError, Desync, FabricClosed, PeerAborted, PeerError
 from syncline.fabric.base import NO_NOTE, Note
 from syncline.fabric.blame import Kind, culprit, peer_error
 from syncline.fabric.deadlines import Deadlines
@@ -182,6 +182,13 @@ class ThreadGroup:
         self.notify_all()
         return type(self.failure)(self.failure.rank, self.failure.message)
 
+    def abort(self, rank: int, why: str) -> None:
+        """End all calls of all ranks, for a reason of one rank's own."""
+        with self.lock:
+            self.failure = self.failure or PeerAborted(rank, why)
+            self.failed.update(range(self.world))
+            self.notify_all()
+
     def notify_all(self) -> None:
         """Wake every rank. The lock is held."""
         for condition in self.wake:
@@ -258,6 +265,9 @@ class ThreadsFabric(MessageFabric):
 
     def note_of(self, rank: int) -> Note:
         return self.group.notes[self._peer(rank)]
+
+    def _abort(self, why: str) -> None:
+        self.group.abort(self.rank, why)
 
     def _sibling(self) -> ThreadsFabric:
         return self.group.sibling(self.siblings_made).fabric(self.rank)

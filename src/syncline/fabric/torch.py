@@ -19,15 +19,17 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store, _new_process_group_helper, _world
 
 from syncline.collectives.execute import HALVES, Op
 from syncline.collectives.schedule import Hosts
-from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed
-from syncline.fabric.base import Note
+from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed, PeerAborted
+from syncline.fabric.base import Handle, Note, Times, describe
 from syncline.fabric.blame import Kind
 from syncline.fabric.board import Board
+from syncline.fabric.channel import Channel, MessageChannel
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.divide import divide
 from syncline.fabric.hosts import group_by_host, host_key
@@ -182,6 +184,14 @@ class TorchFabric(MessageFabric):
     def note_of(self, rank: int) -> Note:
         return self.board.read(self._peer(rank))
 
+    def _channel(self) -> Channel:
+        return TorchChannel(self)
+
+    def _abort(self, why: str) -> None:
+        with self.starting:
+            self.broken = self.broken or PeerAborted(self.rank, why)
+        self.inquest.tell_abort()
+
     def _sibling(self) -> TorchFabric:
         everyone = tuple(range(self.world))
         return TorchFabric(self._new_group(everyone, f"sibling {self.siblings_made}"), self.deadlines, owns_group=True)
@@ -283,3 +293,104 @@ class TorchPending:
             except RuntimeError as error:
                 raise self.fabric.failed(peer, error, started) from error
             self.works.pop(0)
+
+
+class TorchChannel(MessageChannel):
+    """Calls of the engine, which has threads of its own; what is no call of the engine goes along a schedule."""
+
+    fabric: TorchFabric
+
+    def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> Handle:
+        if collective != "engine":
+            return super()._all_reduce(tensor, op, collective)
+        wide = tensor.detach().to(torch.float32 if tensor.dtype in HALVES else tensor.dtype).contiguous()
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
+        call = describe("all_reduce", op, tensor, "engine")
+
+        def end() -> bool | None:
+            finite = divide(wide, self.fabric.world) if op == "mean" else None
+            if wide.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(wide)
+            return finite
+
+        return self._start(call, lambda group: group.allreduce([wide], options), end)
+
+    def _all_gather(self, gathered: Tensor, own: Tensor) -> Handle:
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
+        call = describe("all_gather", "copy", own, "engine")
+        return self._start(call, lambda group: group._allgather_base(gathered.view(-1), own, options))
+
+    def _exchange(self, taken: Tensor, parts: Tensor) -> Handle:
+        options = dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
+        call = describe("all_to_all", "copy", parts, "engine")
+        return self._start(call, lambda group: group.alltoall_base(taken.view(-1), parts.view(-1), [], [], options))
+
+    def _start(
+        self, call: str, start: Callable[[dist.ProcessGroup], dist.Work], end: Callable[[], bool | None] = lambda: None
+    ) -> EngineHandle:
+        """Let the engine begin; `end` makes the result what was asked for."""
+        self.fabric.begin_call(call)
+        began = time.monotonic_ns()
+        try:
+            return EngineHandle(self.fabric, call, start(self.fabric.group), end, began)
+        except RuntimeError as error:
+            raise self.fabric.failed(None, error, began / 1e9, call) from error
+
+
+class EngineHandle:
+    """A call of the engine under way."""
+
+    def __init__(
+        self, fabric: TorchFabric, call: str, work: dist.Work, end: Callable[[], bool | None], began_ns: int
+    ) -> None:
+        self.fabric = fabric
+        self.call = call
+        self.work = work
+        self.end = end
+        self.began_ns = self.ended_ns = began_ns
+        self.is_ended = False
+        self.is_finite: bool | None = None
+        self.future = work.get_future()
+        self.future.add_done_callback(self._note_time)
+
+    def _note_time(self, _: object) -> None:
+        self.ended_ns = time.monotonic_ns()
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Return when it is done; raise what it raised. Ctrl-C is heard meanwhile."""
+        self.fabric.birthplace.require()
+        if not self.done():
+            ended = threading.Event()
+            self.on_done(ended.set)
+            if not ended.wait(deadline_s):
+                raise FabricError(
+                    f"{self.call} is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
+                    f"{self.fabric.deadlines.operation} s late"
+                )
+        if self.is_ended:
+            return
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise self.fabric.failed(None, error, self.began_ns / 1e9, self.call) from error
+        self.is_ended = True
+        self.is_finite = self.end()
+
+    def done(self) -> bool:
+        """Whether it is over, one way or another."""
+        return bool(self.future.done())
+
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Have something called when it is over, in a thread of the engine."""
+        self.future.add_done_callback(lambda _: call())
+
+    def times(self) -> Times:
+        """When it happened; an engine does not say when all ranks had arrived."""
+        return Times(self.began_ns, self.began_ns, self.ended_ns)
+
+    def finite(self) -> bool | None:
+        """Whether no element of the result is infinite or NaN, where that came out on the way."""
+        return self.is_finite

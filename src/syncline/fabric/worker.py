@@ -144,6 +144,10 @@ class WorkerHandle:
         """Whether it is over, one way or another."""
         return self.future.done()
 
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Have something called when it is over."""
+        self.future.add_done_callback(lambda _: call())
+
     def times(self) -> Times:
         """When it happened."""
         return self.future.result().times

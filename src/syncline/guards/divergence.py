@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from syncline.core.ranks import some_ranks
 from syncline.errors import ReplicasDiverged
-from syncline.fabric.agreement import some_ranks
 from syncline.fabric.base import Fabric
 from syncline.replicas import all_have, gather_texts
 

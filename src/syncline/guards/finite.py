@@ -38,7 +38,7 @@ def is_finite(values: Tensor) -> bool:
     return bool(torch.isfinite(values).all())
 
 
-def has_room(values: Tensor, times: int) -> bool:
+def sum_fits(values: Tensor, times: int) -> bool:
     """Whether all is finite, and stays so when a codec adds up any of the magnitudes, so many times over."""
     if not values.numel():
         return True

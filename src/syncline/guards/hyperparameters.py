@@ -14,8 +14,8 @@ from operator import is_
 from torch import Tensor
 from torch.optim import Optimizer
 
+from syncline.core.ranks import some_ranks
 from syncline.errors import ReplicasDiverged
-from syncline.fabric.agreement import some_ranks
 from syncline.fabric.base import Fabric
 from syncline.replicas import all_have, gather_texts
 

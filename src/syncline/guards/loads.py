@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from syncline.core.ranks import some_ranks
 from syncline.errors import ReplicasDiverged
-from syncline.fabric.agreement import some_ranks
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import digest_of
 from syncline.replicas import all_have, gather_texts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from syncline.core.ranks import some_ranks
 from syncline.errors import Desync
-from syncline.fabric.agreement import some_ranks
 from syncline.fabric.base import Fabric
 from syncline.guards.hangs import some
 from syncline.replicas import gather_texts

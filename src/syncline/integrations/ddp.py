@@ -29,10 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from syncline.codecs.answers import converse
-from syncline.codecs.codec import Codec, Part, Place, State
-from syncline.codecs.feedback import Units, worth_of
-from syncline.codecs.memory import Coded, state_of
+from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, Times
@@ -42,6 +39,9 @@ from syncline.fabric.worker import Worker
 from syncline.guards.claims import refuse_claimed
 from syncline.guards.finite import is_finite
 from syncline.guards.trainable import has_sparse_gradient
+from syncline.path.answerer import FlatAnswerer, converse
+from syncline.path.codec_state import KINDS, BucketCodecState, state_of
+from syncline.path.residuals import GradientScale
 from syncline.state import STATE_VERSION, choose_state
 
 
@@ -95,16 +95,16 @@ class Pass:
     """One backward pass. What it leaves to be kept counts when all its buckets were finite on all ranks."""
 
     step: int
-    units: Units  # what gradients are worth
+    scale: GradientScale  # what gradients are worth
     used: set[str]  # parameters that this rank has a gradient of
     arrived: list[Arrived] = field(default_factory=list)
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    residuals: dict[str, Tensor] = field(default_factory=dict)
     state: State = field(default_factory=dict)
     is_good: bool = True
 
     def forget(self) -> None:
         """What it was about, which is DDP's."""
-        self.arrived, self.kept, self.state = [], {}, {}
+        self.arrived, self.residuals, self.state = [], {}, {}
 
 
 class CodecHook:
@@ -127,13 +127,14 @@ class CodecHook:
         self.used = self.used_at_first()  # since the last pass that was averaged
         self.watches = self.watch(model) if self.leaves_unused else []
         self.fabric: Fabric = TorchFabric(model.process_group, Deadlines()).sibling()
+        self.answerer = FlatAnswerer([self.fabric.channel()], "auto")
         self.worker = Worker(f"rank {self.fabric.rank} encodes for DDP")
         self.fabric.at_close.append(lambda: self.worker.close(drain=False))
-        self.kept: dict[str, Tensor] = {}
-        self.worth: dict[str, float] = {}
+        self.residuals: dict[str, Tensor] = {}
+        self.step_scales: dict[str, float] = {}
         self.state: State = {}
         self.step = 0  # passes that came to their end
-        self.now = Pass(0, Units({}), self.used)
+        self.now = Pass(0, GradientScale({}), self.used)
         self.buckets: list[list[str]] = []  # of the last pass, by the names of parameters
         self.saved_buckets: list[list[str]] | None = None  # for the first pass of a run that goes on
 
@@ -152,7 +153,7 @@ class CodecHook:
     def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Begin with a `dist.GradBucket`; the future is what DDP waits for. Buckets come in order."""
         if bucket.index() == 0:
-            self.now = Pass(self.step + 1, self.units(), self.used)
+            self.now = Pass(self.step + 1, self.scale(), self.used)
         arrived = Arrived(bucket.buffer(), self.parts_of(bucket.parameters()), torch.futures.Future())
         now, is_last = self.now, bucket.is_last()
         now.arrived.append(arrived)
@@ -203,14 +204,14 @@ class CodecHook:
         """Replace a bucket by the mean over ranks of what was sent, which has the same bits on all of them."""
         work = flat.to(torch.float32, copy=True)
         coded = self.coded_of(parts, work.device)
-        place = Place(self.fabric.rank, self.fabric.world, now.step, self.seed, parts, now.units.loss_scale)
-        state = coded.state | coded.correct(work, place)
-        self.add_kept(work, parts, now.units)
+        context = ReduceContext(self.fabric.rank, self.fabric.world, now.step, self.seed, parts, now.scale.loss_scale)
+        state = coded.state | coded.correct(work, context)
+        self.add_residuals(work, parts, now.scale)
         is_bad, used = self.agree(work, parts, now)
         if is_bad:
             self.fabric.all_reduce(work, op="mean")
         else:
-            self.encode(work, state, place, now, used)
+            self.encode(work, state, context, now, used)
         for part in used:
             flat[part.lo : part.hi] = work[part.lo : part.hi]
         now.is_good &= is_finite(flat)
@@ -222,47 +223,47 @@ class CodecHook:
         is_bad, *flags = told.tolist()
         return bool(is_bad), [part for part, flag in zip(parts, flags, strict=True) if flag]
 
-    def encode(self, work: Tensor, state: State, place: Place, now: Pass, used: Sequence[Part]) -> None:
+    def encode(self, work: Tensor, state: State, context: ReduceContext, now: Pass, used: Sequence[Part]) -> None:
         """Carry the codec's conversation through, and note what is to be kept."""
-        decoder, _ = converse(self.codec.reduce(work, state, place), self.fabric, "auto")
+        decoder, _ = converse(self.codec.reduce(work, state, context), self.answerer, self.fabric.rank)
         now.state |= state_of(state, {part.name for part in used})
         if self.codec.feedback:
-            counting = [part for part in used if worth_of(part.name, now.units)]
-            now.kept |= {part.name: work[part.lo : part.hi].clone() for part in counting}
+            counting = [part for part in used if now.scale.step_scale(part.name)]
+            now.residuals |= {part.name: work[part.lo : part.hi].clone() for part in counting}
         decoder(work)
 
     def commit(self, now: Pass) -> None:
         """Keep what a good pass has left."""
         self.buckets = [arrived.names for arrived in now.arrived]
         if now.is_good:
-            self.kept |= now.kept
-            self.worth |= {name: worth_of(name, now.units) for name in now.kept}
+            self.residuals |= now.residuals
+            self.step_scales |= {name: now.scale.step_scale(name) for name in now.residuals}
             self.state |= now.state
         now.forget()
 
     def parts_of(self, parameters: Iterable[Tensor]) -> tuple[Part, ...]:
-        """The parameters of a bucket by name and place."""
+        """The parameters of a bucket by name and context."""
         named = ((self.names[id(p)], torch.view_as_real(p) if p.is_complex() else p) for p in parameters)
         return in_a_row(Part(name, 0, real.numel(), real.shape) for name, real in named)
 
-    def coded_of(self, parts: tuple[Part, ...], device: torch.device) -> Coded:
+    def coded_of(self, parts: tuple[Part, ...], device: torch.device) -> BucketCodecState:
         """The state of the parameters of a bucket, new where there is none yet."""
-        coded = Coded.begin(self.codec, parts, device, feeds_back=False)
+        coded = BucketCodecState.begin(self.codec, parts, device, feedback=False)
         coded.state = {key: self.state.get(key, value) for key, value in coded.state.items()}
         return coded
 
-    def units(self) -> Units:
+    def scale(self) -> GradientScale:
         """What gradients are worth now."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         rates = {self.names.get(id(p), ""): float(group["lr"]) for group in groups for p in group["params"]}
-        return Units(rates, self.scaler.get_scale() if self.scaler is not None else 1.0)
+        return GradientScale(rates, self.scaler.get_scale() if self.scaler is not None else 1.0)
 
-    def add_kept(self, work: Tensor, parts: tuple[Part, ...], units: Units) -> None:
-        """Error feedback, as `codecs/feedback.py` has it, by parameter."""
+    def add_residuals(self, work: Tensor, parts: tuple[Part, ...], scale: GradientScale) -> None:
+        """Error feedback, as `path/residuals.py` has it, by parameter."""
         for part in parts:
-            now = worth_of(part.name, units)
-            if part.name in self.kept and now:
-                work[part.lo : part.hi].add_(self.kept[part.name], alpha=self.worth[part.name] / now)
+            now = scale.step_scale(part.name)
+            if part.name in self.residuals and now:
+                work[part.lo : part.hi].add_(self.residuals[part.name], alpha=self.step_scales[part.name] / now)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on; every rank saves its own."""
@@ -273,7 +274,11 @@ class CodecHook:
             **self._lasting(),
             "step": self.step,
             "buckets": self.buckets,
-            "codec_state": {"kept": dict(self.kept), "worth": dict(self.worth), "state": dict(self.state)},
+            "codec_state": {
+                "residual": dict(self.residuals),
+                "step_scale": dict(self.step_scales),
+                "state": dict(self.state),
+            },
         }
 
     def load_state_dict(self, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -283,7 +288,7 @@ class CodecHook:
         kinds = chosen["codec_state"]
         self.step = chosen["step"]
         self.saved_buckets = chosen["buckets"] or None
-        self.kept, self.worth, self.state = dict(kinds["kept"]), dict(kinds["worth"]), dict(kinds["state"])
+        self.residuals, self.step_scales, self.state = (dict(kinds[kind]) for kind in KINDS)
 
     def _lasting(self) -> dict[str, str]:
         """What must be the same when a run goes on."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.buckets.bucket import Slot
 from syncline.modes.outer import Outer
+from syncline.path.bucket import Slot
 
 
 class Anchors:

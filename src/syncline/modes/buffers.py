@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.fabric.agreement import some_ranks
+from syncline.core.ranks import some_ranks
 from syncline.fabric.base import Fabric
 from syncline.guards.finite import first_not_finite, is_finite
 from syncline.modes.settings import Buffers

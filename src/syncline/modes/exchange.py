@@ -1,28 +1,27 @@
 """Means of parameters, or of how far they have come, over ranks: in buckets, along the same path as gradients.
 
-A fragment is a part of the model that is exchanged as a whole. Its last bucket carries the verdict: which ranks had
-something to contribute. The others, which have no data, or nothing that is finite and can be added up, send zeros and
+A fragment is a part of the model that is exchanged as a whole. Its status says which ranks had something to contribute.
+The others, which have no data, or nothing that is finite and can be added up, send zeros and
 take what comes. Where a codec cannot go on from what it has kept on some rank, nothing comes of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from syncline.buckets.assign import Item, assign
-from syncline.buckets.bucket import Bucket, Slot
-from syncline.buckets.parameters import Named
-from syncline.buckets.passes import read_verdict, write_verdict
-from syncline.codecs.feedback import Units
-from syncline.fabric.base import Handle
+from syncline.core.assign import Item, assign
+from syncline.core.passes import NO_DATA
+from syncline.core.status import OwnStatus
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.modes.replica import Replica
-from syncline.pipeline import Flight
+from syncline.path.bucket import Bucket, Slot
+from syncline.path.residuals import GradientScale
+from syncline.path.work import PassWork
+from syncline.reducer.parameters import Named
 
 Fill = Callable[[Slot], None]  # writes what a rank contributes to `slot.view`
 
@@ -32,8 +31,7 @@ class Fragment:
     """A part of the model, and its buckets."""
 
     buckets: list[Bucket]
-    flights: list[Flight] = field(default_factory=list)
-    ending: Handle | None = None
+    work: PassWork | None = None  # when it has left
     is_sound: bool = False  # when it left, this rank's part of it was finite and could be added up
 
     @property
@@ -68,8 +66,8 @@ class Exchange:
 
     def __init__(self, replica: Replica, groups: Sequence[Named]) -> None:
         self.fabric = replica.fabric
-        self.pipeline = replica.pipeline(replica.fabric, Units({}))
-        self.pipeline.joined = "active"  # whatever is asked for
+        self.path = replica.path(replica.fabric, GradientScale({}))
+        self.path.joined = "active"  # whatever is asked for
         self.bucket_bytes = replica.settings.bucket_bytes
         self.rounds = 0
         self.buckets = 0
@@ -87,8 +85,7 @@ class Exchange:
         made = []
         for group in groups:
             members = [slots[at] for at in group]
-            is_last = group is groups[-1]
-            made.append(Bucket(self.fabric, self.buckets, members, is_last, dtype=dtypes[group[0]]))
+            made.append(Bucket(self.fabric, self.buckets, members, dtype=dtypes[group[0]]))
             self.buckets += 1
         return Fragment(made)
 
@@ -97,44 +94,39 @@ class Exchange:
         self.rounds += 1
         fragment.is_sound = self.filled(fragment, fill)
         contributes = has_data and fragment.is_sound
+        fragment.work = self.path.begin(self.rounds, contributes)
         for bucket in fragment.buckets:
             if not contributes:
-                bucket.side.values.zero_()
-            bucket.side.tail.zero_()
-            bucket.side.flags.fill_(1)
-            if bucket is fragment.buckets[-1]:
-                late = has_data and not contributes
-                write_verdict(bucket, self.fabric.rank, False, int(contributes), late, fingerprint=fingerprint)
-        fragment.flights = [self.pipeline.start(self.rounds, bucket, contributes) for bucket in fragment.buckets]
-        is_used = partial(lambda flights: read_verdict(flights).is_good, fragment.flights)
-        fragment.ending = self.pipeline.finish(fragment.flights, is_used)
+                bucket.buffer.values.zero_()
+            self.path.start(fragment.work, bucket)
+        own = OwnStatus(self.rounds, int(contributes) or NO_DATA, late=has_data and not contributes)
+        own.digest = fingerprint.digest
+        own.present = [1] * len(fragment.slots)
+        self.path.end(fragment.work, own)
 
     def filled(self, fragment: Fragment, fill: Fill) -> bool:
         """Write what this rank has to say; whether that can be sent."""
         for slot in fragment.slots:
             fill(slot)
-        return all(self.pipeline.takes(bucket.side.values) for bucket in fragment.buckets)
+        return all(self.path.takes(bucket.buffer.values) for bucket in fragment.buckets)
 
     def hear(self, fragment: Fragment) -> Heard:
         """Wait for a fragment."""
-        for flight in fragment.flights:
-            self.pipeline.wait(flight)
-        if fragment.ending is not None:
-            fragment.ending.wait()
-        verdict = read_verdict(fragment.flights)
-        if verdict.is_good:
-            self.rescale(fragment, len(verdict.active))
-            self.pipeline.handed_out(fragment.flights)
-        bad = [slot.name for bucket in fragment.buckets if bucket.number in verdict.bad for slot in bucket.slots]
+        assert fragment.work is not None
+        status = self.path.wait(fragment.work)
+        if status.is_good:
+            self.rescale(fragment, len(status.active))
+            self.path.grads_assigned(fragment.work)
+        bad = [slot.name for bucket in fragment.buckets if bucket.number in status.nonfinite for slot in bucket.slots]
         means = {slot.name: slot.view for slot in fragment.slots}
-        contributed = self.fabric.rank in verdict.active
-        return Heard(verdict.active, contributed, tuple(bad), means, verdict.late, verdict.differs)
+        contributed = self.fabric.rank in status.active
+        return Heard(status.active, contributed, tuple(bad), means, status.late, status.differs)
 
     def rescale(self, fragment: Fragment, contributors: int) -> None:
         """Make means over all ranks those over the ones that contributed."""
         if contributors < self.fabric.world:
             for bucket in fragment.buckets:
-                bucket.side.values.mul_(self.fabric.world / contributors)
+                bucket.buffer.values.mul_(self.fabric.world / contributors)
 
     def sound_ranks(self) -> tuple[int, ...]:
         """Those whose parameters are finite and can be added up, with data or without; all ranks ask together."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from syncline.buckets.parameters import Named
 from syncline.errors import ConfigError
+from syncline.reducer.parameters import Named
 
 
 def split(named: Named, fragments: int) -> list[Named]:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
 from torch.amp import GradScaler
 
-from syncline.buckets.parameters import sparse_names
-from syncline.buckets.passes import Verdict
-from syncline.buckets.reducer import Reducer, Shape
 from syncline.codecs.none import NoCodec
+from syncline.core.status import PassStatus
 from syncline.errors import Desync, FabricError, PairingError
-from syncline.guards.fingerprint import NO_FINGERPRINT
+from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.guards.finite import first_not_finite, is_finite
-from syncline.guards.unfreezing import compare_unfrozen
 from syncline.modes.forward_hook import ForwardHook
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
-from syncline.pipeline import DivideBy
+from syncline.path.path import DivideBy
+from syncline.reducer.parameters import sparse_names
+from syncline.reducer.reducer import Reducer, ReducerConfig
 from syncline.replicas import all_have, broadcast_scaler
 
 log = logging.getLogger(__name__)
@@ -49,21 +47,13 @@ class GradientDriver(Driver):
         if self.lags and sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which mode=delayed cannot delay; use mode=sync")
         corrects = settings.codec.correction is not None
-        shape = Shape(
+        config = ReducerConfig(
             settings.first_bucket_bytes, settings.bucket_bytes, settings.accumulate, lags_after, corrects=corrects
         )
-        # What is under way while ranks compare themselves or settle their buffers needs an order of its own.
+        # What is in flight while ranks compare themselves or settle their buffers needs an order of its own.
         fabric = replica.fabric.sibling() if self.lags else replica.fabric
         self.reducer = Reducer(
-            fabric,
-            replica.pipeline(fabric),
-            replica.named(),
-            sparse,
-            shape,
-            self.arrived,
-            self.together,
-            partial(compare_unfrozen, replica.fabric),
-            self.guard.fingerprint if self.guard is not None else lambda _: NO_FINGERPRINT,
+            fabric, replica.path(fabric), replica.named(), sparse, config, self, control=replica.fabric
         )
         self.hook = ForwardHook(replica.model, self.before_forward) if self.lags else None
 
@@ -94,7 +84,7 @@ class GradientDriver(Driver):
     def versions(self) -> list[object]:
         """Other ones whenever somebody changes or replaces a gradient."""
         own = [id(slot.parameter.grad) for slot in self.reducer.layout.slots]
-        return [*own, *(bucket.side.flat._version for bucket in self.reducer.layout.buckets)]
+        return [*own, *(bucket.buffer.values._version for bucket in self.reducer.layout.buckets)]
 
     def after_round(self, skipped: bool) -> None:
         self.withholds = False
@@ -120,7 +110,7 @@ class GradientDriver(Driver):
 
         Between backward and step there are gradients at hand, which are not to be overtaken by later ones.
         """
-        evaluates = not self.replica.model.training and not self.reducer.has_means
+        evaluates = not self.replica.model.training and not self.reducer.has_late_means
         if evaluates or self.reducer.abandoned is not None:
             self.drain()
 
@@ -139,7 +129,7 @@ class GradientDriver(Driver):
         if self.reducer.abandoned is not None:
             self.reducer.complete_abandoned()
             self.use_means()
-        while self.reducer.under_way is not None:
+        while self.reducer.in_flight is not None:
             self.reducer.arrive_late()
             self.use_means()
 
@@ -152,18 +142,18 @@ class GradientDriver(Driver):
 
     def use_means(self) -> None:
         """Step with what has just arrived, if anything has."""
-        if self.reducer.has_means:
+        if self.reducer.has_late_means:
             self.replica.step_optimizers()
             self.reducer.drop_gradients()
 
     def join(self, divide_by: DivideBy | None) -> None:
-        self.joined = self.reducer.pipeline.joined = divide_by
+        self.joined = self.reducer.path.joined = divide_by
 
     def keep_company(self) -> None:
         self.drain()
         while self.still_active():
             pass
-        self.reducer.receiver.turns.begin()
+        self.reducer.counter.begin()
         self.replica.take_state_of(self.last_active)
         self.accept()
 
@@ -178,45 +168,49 @@ class GradientDriver(Driver):
         if self.reducer.synchronize(has_data=False) is None:
             self.reducer.arrive_late()
             self.reducer.drop_gradients()
-            self.reducer.has_means = self.withholds = False
+            self.reducer.has_late_means = self.withholds = False
         return self.any_active
 
     # What ranks say to each other
 
-    def arrived(self, verdict: Verdict) -> None:
-        """Gradients are at hand."""
+    def fingerprint(self, number: int) -> Fingerprint:
+        """The fingerprint of this replica in a pass."""
+        return self.guard.fingerprint(number) if self.guard is not None else NO_FINGERPRINT
+
+    def pass_ended(self, status: PassStatus) -> None:
+        """Gradients are at hand, or nobody can use them."""
         self.withholds = False
-        self.any_active = bool(verdict.active)
-        self.last_active = verdict.active[0] if verdict.active else self.last_active
-        self.everyone_active = len(verdict.active) == self.reducer.fabric.world
-        self.doubt(verdict)
+        self.any_active = bool(status.active)
+        self.last_active = status.active[0] if status.active else self.last_active
+        self.everyone_active = len(status.active) == self.reducer.fabric.world
+        self.doubt(status)
         factor = 1.0
-        if self.joined == "active" and verdict.active:
-            factor = self.reducer.fabric.world / len(verdict.active)
-        if self.reducer.has_means and self.replica.scaler is not None:  # of a pass that is late
+        if self.joined == "active" and status.active:
+            factor = self.reducer.fabric.world / len(status.active)
+        if self.reducer.has_late_means and self.replica.scaler is not None:  # of a pass that is late
             factor *= (1.0 if self.is_draining else self.replica.scaler.get_scale()) / self.scale
         if factor != 1.0:
             self.reducer.layout.scale(factor)
         self.new_gradients()
-        self.problem = self.what_is_wrong(verdict)
-        if verdict.failed:
+        self.problem = self.what_is_wrong(status)
+        if status.failed:
             self.passes_to_settle = 1
-        self.late_versions = self.versions() if verdict.late and not self.lags else None
+        self.late_versions = self.versions() if status.late and not self.lags else None
 
-    def doubt(self, verdict: Verdict) -> None:
+    def doubt(self, status: PassStatus) -> None:
         """Doubt that replicas are equal, if the pass gives reason to; all ranks do so together."""
-        is_comparable = self.everyone_active and not verdict.failed
-        if is_comparable and (verdict.touched or verdict.differs):
+        is_comparable = self.everyone_active and not status.failed
+        if is_comparable and (status.touched or status.differs):
             self.doubted_from = self.reducer.known_from
-        elif verdict.touched and self.guard is not None:
+        elif status.touched and self.guard is not None:
             self.guard.tell_again()
 
-    def together(self) -> None:
+    def also_synchronize(self) -> None:
         """All that ranks say to each other besides gradients; every rank comes by here in every pass."""
         if self.replica.scaler is not None:
             self.settle_scale(self.replica.scaler)
             self.scale = self.replica.scaler.get_scale()
-        if self.reducer.under_way is not None and not self.reducer.has_means:
+        if self.reducer.in_flight is not None and not self.reducer.has_late_means:
             self.pretend()
         self.replica.settle_buffers(self.last_active)
         if not self.lags:
@@ -269,13 +263,13 @@ class GradientDriver(Driver):
             if self.guard is not None:
                 self.guard.found_equal()
 
-    def what_is_wrong(self, verdict: Verdict) -> str:
+    def what_is_wrong(self, status: PassStatus) -> str:
         """With the gradients at hand; empty if nothing is. Without a codec every mean is right or not by itself."""
-        self.spoils_all = verdict.failed or not isinstance(self.replica.settings.codec, NoCodec)
-        if verdict.failed:
+        self.spoils_all = status.failed or not isinstance(self.replica.settings.codec, NoCodec)
+        if status.failed:
             return "a rank failed in its backward pass"
-        if verdict.bad:
-            names = [slot.name for slot in self.reducer.layout.buckets[verdict.bad[0]].slots]
+        if status.nonfinite:
+            names = [slot.name for slot in self.reducer.layout.buckets[status.nonfinite[0]].slots]
             return (
                 f"the gradient of one of {', '.join(names[:3])} is not finite on some rank, or too large to be added up"
             )
@@ -286,7 +280,7 @@ class GradientDriver(Driver):
         if self.replica.settings.nonfinite == "ignore":
             return ""
         for bucket in self.reducer.layout.buckets:
-            if not (bucket.side.finite or is_finite(bucket.side.values)):
+            if not (bucket.buffer.finite or is_finite(bucket.buffer.values)):
                 bad = [slot.name for slot in bucket.slots if not is_finite(slot.view)]
                 return f"the gradient of {bad[0] if bad else 'a parameter'} is not finite"
         for slot in self.reducer.layout.sparse:
@@ -300,13 +294,13 @@ class GradientDriver(Driver):
     def state_dict(self) -> dict[str, Any]:
         return {
             "layout": self.reducer.state_dict(),
-            "codec_state": self.reducer.pipeline.state_dict(),
+            "codec_state": self.reducer.path.state_dict(),
             "scale": self.scale,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.reducer.restore(saved["layout"])
-        self.reducer.pipeline.load_state_dict(saved["codec_state"])
+        self.reducer.path.load_state_dict(saved["codec_state"])
         self.scale = saved["scale"]
 
     def close(self) -> None:

@@ -12,13 +12,14 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, ClassVar
 
-from syncline.buckets.bucket import Slot
-from syncline.buckets.reducer import Reducer
 from syncline.errors import ConfigError
 from syncline.guards.finite import harm_done
 from syncline.modes.replica import Replica
 from syncline.modes.staleness import Staleness
-from syncline.pipeline import CodecPipeline, DivideBy, Pipeline
+from syncline.path.bucket import Slot
+from syncline.path.coded import CodedPath
+from syncline.path.path import DivideBy, Path
+from syncline.reducer.reducer import Reducer
 from syncline.replica.optimizer_steps import Step
 from syncline.tracing.quality import Quality
 
@@ -124,18 +125,13 @@ class Driver(ABC):
     def join(self, divide_by: DivideBy | None) -> None:
         """Ranks may have different numbers of batches from now on: by how many sums are divided. None: no longer."""
 
-    def pipelines(self) -> list[Pipeline]:
+    def paths(self) -> list[Path]:
         """The paths that buckets take."""
-        return [] if self.reducer is None else [self.reducer.pipeline]
+        return [] if self.reducer is None else [self.reducer.path]
 
     def quality(self) -> list[Quality]:
         """Samples of what codecs left out."""
-        return [
-            sample
-            for pipeline in self.pipelines()
-            if isinstance(pipeline, CodecPipeline)
-            for sample in pipeline.watch.samples
-        ]
+        return [sample for path in self.paths() if isinstance(path, CodedPath) for sample in path.watch.samples]
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.buckets.bucket import Slot
 from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
@@ -36,7 +35,8 @@ from syncline.modes.mode import Driver
 from syncline.modes.outer import Outer
 from syncline.modes.period import OptimizerPolicy, Period
 from syncline.modes.replica import Replica
-from syncline.pipeline import DivideBy, Pipeline
+from syncline.path.bucket import Slot
+from syncline.path.path import DivideBy, Path
 from syncline.replicas import average_optimizers, broadcast_tensors, optimizer_tensors
 
 
@@ -354,8 +354,8 @@ class PeriodicDriver(Driver):
         self.skipped = False
         self.equal_at = self.steps
 
-    def pipelines(self) -> list[Pipeline]:
-        return [*super().pipelines(), self.exchange.pipeline]
+    def paths(self) -> list[Path]:
+        return [*super().paths(), self.exchange.path]
 
     # To be saved and restored
 
@@ -364,11 +364,12 @@ class PeriodicDriver(Driver):
             "steps": self.steps,
             "meetings": self.meetings,
             "rounds": self.exchange.rounds,
+            "good_passes": self.exchange.path.good_passes,
             "length": self.length,
             "met_at": self.met_at,
             "equal_at": self.equal_at,
             "under_way": self.saved_fragment(),
-            "codec_state": self.exchange.pipeline.state_dict(),
+            "codec_state": self.exchange.path.state_dict(),
             **self.anchors.state_dict(),
             "parameters": {name: p.detach().clone() for name, p in self.replica.named()},
             "buffers": {name: buffer.clone() for name, buffer in self.replica.model.named_buffers()},
@@ -391,7 +392,8 @@ class PeriodicDriver(Driver):
         self.kept = Heard(**saved["under_way"]) if saved["under_way"] is not None else None
         self.under_way = None
         self.exchange.rounds = saved["rounds"]
-        self.exchange.pipeline.load_state_dict(saved["codec_state"])
+        self.exchange.path.good_passes = saved["good_passes"]
+        self.exchange.path.load_state_dict(saved["codec_state"])
         self.anchors.load_state_dict(saved)
         for name, parameter in self.replica.named():
             parameter.copy_(saved["parameters"][name])
@@ -408,4 +410,4 @@ class PeriodicDriver(Driver):
         self.loads.close()
         if self.gradients is not None:
             self.gradients.close()
-        self.exchange.pipeline.close()
+        self.exchange.path.close()

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.buckets.parameters import Named, describe_layout, parameters_of
-from syncline.codecs.feedback import Units
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import compare_replicas
 from syncline.guards.fingerprint import ReplicaGuard
 from syncline.guards.hyperparameters import compare_hyperparameters, describe, describe_optimizers
 from syncline.modes.buffers import SettledBuffers
 from syncline.modes.settings import Settings
-from syncline.pipeline import Pipeline, make_pipeline
+from syncline.path.make import make_path
+from syncline.path.path import Path
+from syncline.path.residuals import GradientScale
+from syncline.reducer.parameters import Named, describe_layout, parameters_of
 from syncline.replicas import (
     broadcast_optimizers,
     broadcast_scaler,
@@ -64,11 +65,12 @@ class Replica:
         """What no optimizer changes: frozen parameters, and buffers."""
         return [*(p for _, p in self.named() if not p.requires_grad), *self.model.buffers()]
 
-    def pipeline(self, fabric: Fabric, units: Units | None = None) -> Pipeline:
-        """A path for buckets; what codecs keep follows learning rates, unless units are given."""
+    def path(self, fabric: Fabric, scale: GradientScale | None = None) -> Path:
+        """A path for buckets; residuals follow learning rates, unless a scale is given."""
         chosen = self.settings.codec
-        find_units = self.units if units is None else lambda: units
-        return make_pipeline(fabric, self.collective, self.recorder, chosen, self.settings.seed, find_units)
+        find_scale = self.scale if scale is None else lambda: scale
+        lean = self.settings.lean
+        return make_path(fabric, self.collective, self.recorder, chosen, self.settings.seed, find_scale, lean)
 
     def learning_rates(self) -> dict[str, float]:
         """Of every parameter that is in an optimizer."""
@@ -77,9 +79,9 @@ class Replica:
         }
         return {name: rates[id(p)] for name, p in self.named() if id(p) in rates}
 
-    def units(self) -> Units:
+    def scale(self) -> GradientScale:
         """What gradients are worth now."""
-        return Units(self.learning_rates(), self.scaler.get_scale() if self.scaler is not None else 1.0)
+        return GradientScale(self.learning_rates(), self.scaler.get_scale() if self.scaler is not None else 1.0)
 
     def step_optimizers(self) -> None:
         """As the user does it."""

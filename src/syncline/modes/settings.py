@@ -34,6 +34,7 @@ class Settings:
     most_skips: int  # in a row, before it is an error
     check_every: int  # compare replicas bit by bit every so many steps; 0 is never
     seed: int  # of what codecs draw at random
+    lean: bool = False  # with a codec: one residual instead of two, and buckets are decoded after the last has arrived
     divergence_guard: bool = True  # compare hyperparameters and a part of the state in every pass, and all if in doubt
 
     def __post_init__(self) -> None:
@@ -43,8 +44,9 @@ class Settings:
                 raise ConfigError(f"{name}={value!r} is not a whole number")
             if value < least:
                 raise ConfigError(f"{name}={value} is less than {least}")
-        if type(self.divergence_guard) is not bool:
-            raise ConfigError(f"divergence_guard={self.divergence_guard!r} is neither True nor False")
+        for name in ("divergence_guard", "lean"):
+            if type(getattr(self, name)) is not bool:
+                raise ConfigError(f"{name}={getattr(self, name)!r} is neither True nor False")
         if self.buffers not in BUFFERS:
             raise UnknownName("buffers", self.buffers, BUFFERS)
         if self.nonfinite not in POLICIES:

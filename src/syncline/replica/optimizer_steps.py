@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from syncline.buckets.backward import current_pass
 from syncline.errors import ConfigError
 from syncline.guards.claims import claimed
 from syncline.guards.finite import WithheldGradients
+from syncline.reducer.backward import current_pass
 
 
 class Step(IntEnum):

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from syncline.buckets.bucket import Slot, view_of
 from syncline.codecs.codec import Codec
 from syncline.codecs.none import NoCodec
 from syncline.errors import CorruptMessage, FabricClosed, FabricError
@@ -19,7 +18,7 @@ from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, Mirror, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, read_words, words_of
 from syncline.modes.serving.server import Gradients, Server
-from syncline.pipeline import parts_of, unused_in
+from syncline.path.bucket import Slot, parts_of, view_of
 from syncline.replicas import pack
 
 log = logging.getLogger(__name__)
@@ -120,10 +119,10 @@ class Attendant:
         slots = self.buckets[message.number]
         count = len(slots)
         numel = sum(slot.parameter.numel() for slot in slots)
-        if len(message.payload) < numel + count and len(message.body) < count:
-            raise CorruptMessage(f"rank {self.worker} pushed too little for {numel} gradients of {count} parameters")
         is_coded = not len(message.payload)
-        unused = unused_in(slots, message.body[:count] if is_coded else message.payload[numel : numel + count])
+        if len(message.body) < count or (not is_coded and len(message.payload) < numel):
+            raise CorruptMessage(f"rank {self.worker} pushed too little for {numel} gradients of {count} parameters")
+        unused = {slot.name for slot, is_used in zip(slots, message.body[:count].tolist(), strict=True) if not is_used}
         values = self.hear(message, count, unused) if is_coded else message.payload[:numel]
         return {
             part.name: view_of(slot, values[part.lo : part.hi].to(slot.parameter.dtype))

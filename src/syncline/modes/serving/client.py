@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.buckets.bucket import Slot, view_of
 from syncline.codecs.codec import Codec, State
 from syncline.modes.serving.attendant import IS_DIFFERENT, IS_GOOD, IS_MAPPED
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server, read_words, words_of
 from syncline.modes.serving.shelf import map_of_another
-from syncline.pipeline import parts_of
+from syncline.path.bucket import Slot, parts_of, view_of
 from syncline.replicas import layout_mismatch, unpack
 
 Buckets = Mapping[int, Sequence[Slot]]

@@ -12,9 +12,9 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Part, Place, State
-from syncline.codecs.memory import Coded
+from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.modes.serving.speech import listen, pack, speak, unpack
+from syncline.path.codec_state import BucketCodecState
 
 
 def seed_of(seed: int, worker: int, what: str) -> int:
@@ -25,7 +25,7 @@ def seed_of(seed: int, worker: int, what: str) -> int:
 class Coder:
     """One direction of one bucket of one worker; both ends have one, and their states are the same."""
 
-    def __init__(self, codec: Codec, coded: Coded, seed: int) -> None:
+    def __init__(self, codec: Codec, coded: BucketCodecState, seed: int) -> None:
         self.codec = codec
         self.coded = coded
         self.seed = seed
@@ -33,7 +33,7 @@ class Coder:
     @classmethod
     def begin(cls, codec: Codec, parts: tuple[Part, ...], seed: int) -> Coder:
         """For who keeps nothing but the state of the codec."""
-        return cls(codec, Coded.begin(codec, parts, torch.device("cpu"), feeds_back=False), seed)
+        return cls(codec, BucketCodecState.begin(codec, parts, torch.device("cpu"), feedback=False), seed)
 
     @property
     def state(self) -> State:
@@ -44,13 +44,13 @@ class Coder:
     def state(self, state: State) -> None:
         self.coded.state = state
 
-    def say(self, values: Tensor, step: int, own: State | None = None) -> tuple[Tensor, Tensor, State]:
+    def say(self, values: Tensor, step: int, staged: State | None = None) -> tuple[Tensor, Tensor, State]:
         """Words for the other end, what they mean, and the state after that; `values` hold what was left out.
 
-        `own` is state that the values have changed already.
+        `staged` is the state with what the values have changed of it already.
         """
-        state = self.state | (own or {})
-        said, decoder = speak(self.codec.reduce(values, state, self.place(step)))
+        state = dict(self.state) if staged is None else staged
+        said, decoder = speak(self.codec.reduce(values, state, self.context(step)))
         meant = torch.empty_like(values)
         decoder(meant)
         return pack(said), meant, state
@@ -60,15 +60,15 @@ class Coder:
         state = dict(self.state)
         parts = self.coded.parts
         zeros = torch.zeros(parts[-1].hi if parts else 0, device=device)
-        decoder = listen(self.codec.reduce(zeros, state, self.place(step)), unpack(words))
+        decoder = listen(self.codec.reduce(zeros, state, self.context(step)), unpack(words))
         meant = torch.empty_like(zeros)
         decoder(meant)
         self.coded.adopt(state, unused)
         return meant
 
-    def place(self, step: int) -> Place:
+    def context(self, step: int) -> ReduceContext:
         """A world of one."""
-        return Place(0, 1, step, self.seed, self.coded.parts)
+        return ReduceContext(0, 1, step, self.seed, self.coded.parts)
 
 
 class Mirror:

@@ -9,25 +9,26 @@ from dataclasses import dataclass
 from time import monotonic_ns
 from typing import Any
 
-from syncline.buckets.bucket import Slot
-from syncline.buckets.layout import group_slots
-from syncline.buckets.parameters import sparse_names
-from syncline.buckets.passes import Verdict
-from syncline.buckets.reducer import Reducer, Shape
 from syncline.codecs.codec import Codec
+from syncline.core.status import PassStatus
 from syncline.errors import ConfigError, FabricError, PairingError, SynclineError
+from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
 from syncline.modes.serving.client import Client
 from syncline.modes.serving.link import FabricLink, Link, LocalLink, Message, words_of
 from syncline.modes.serving.marks import Marks
 from syncline.modes.serving.optimizers import ServedGroups, groups_of, refuse_shared_memory, refuse_wrappers
-from syncline.modes.serving.push import PushPipeline
+from syncline.modes.serving.push import PushPath
 from syncline.modes.serving.server import Rules, Server
 from syncline.modes.serving.service import Service
 from syncline.modes.serving.shards import Roles, deal, merged
 from syncline.modes.staleness import Staleness
-from syncline.pipeline import Pipeline
+from syncline.path.bucket import Slot
+from syncline.path.path import Path
+from syncline.reducer.layout import group_slots
+from syncline.reducer.parameters import sparse_names
+from syncline.reducer.reducer import Reducer, ReducerConfig
 from syncline.replica.optimizer_steps import Step
 
 log = logging.getLogger(__name__)
@@ -133,22 +134,13 @@ class ServedDriver(Driver):
         theirs = {number: slots for number, slots in self.buckets.items() if self.server_of[number] == server}
         return Client(link, theirs, self.plan.pull, self.replica.settings.seed, self.rank, shared)
 
-    def start_pushing(self) -> PushPipeline:
+    def start_pushing(self) -> PushPath:
         """Watch gradients, and push buckets as they become full."""
         replica, settings = self.replica, self.replica.settings
-        push = PushPipeline(replica, self.links, self.server_of)
+        push = PushPath(replica, self.links, self.server_of)
         most = self.bucket_bytes()
-        shape = Shape(min(settings.first_bucket_bytes, most), most, settings.accumulate, fixed=True)
-        self.reducer = Reducer(
-            replica.fabric,
-            push,
-            replica.named(),
-            set(),
-            shape,
-            self.arrived,
-            together=lambda: None,
-            agree=lambda names, step: None,
-        )
+        config = ReducerConfig(min(settings.first_bucket_bytes, most), most, settings.accumulate, fixed=True)
+        self.reducer = Reducer(replica.fabric, push, replica.named(), set(), config, self)
         return push
 
     # In the user's loop
@@ -176,13 +168,20 @@ class ServedDriver(Driver):
                 "servers need unscaled gradients; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
 
-    def arrived(self, verdict: Verdict) -> None:
+    def fingerprint(self, number: int) -> Fingerprint:
+        """Servers hold the parameters, so there is nothing to compare."""
+        return NO_FINGERPRINT
+
+    def also_synchronize(self) -> None:
+        """Workers say nothing to each other."""
+
+    def pass_ended(self, status: PassStatus) -> None:
         """A backward pass has ended, and its gradients are at the servers, staged."""
         assert self.reducer is not None
         self.new_gradients()
         if not self.push.holds:
             self.marks.take(self.reducer.layout.buckets)
-        self.problem = self.what_is_wrong(verdict.failed, verdict.bad)
+        self.problem = self.what_is_wrong(status.failed, status.nonfinite)
 
     def what_is_wrong(self, failed: bool, bad: tuple[int, ...]) -> str:
         """With this worker's gradients."""
@@ -198,16 +197,13 @@ class ServedDriver(Driver):
         if not self.push.holds and not self.marks.have_changed(reducer.layout.buckets):
             return
         self.push.holds = False
-        flights = []
+        again = self.push.begin(reducer.passes)
         for bucket in reducer.layout.buckets:
             bucket.fill()
-            bucket.side.bad.zero_()
-            flights.append(self.push.start(reducer.passes, bucket))
-        for flight in flights:
-            self.push.wait(flight)
+            self.push.start(again, bucket)
+        status = self.push.wait(again)
         self.push.holds = True
-        bad = tuple(flight.number for flight in flights if flight.side.bad.item() > 0)
-        self.problem = self.problem or self.what_is_wrong(False, bad)
+        self.problem = self.problem or self.what_is_wrong(False, status.nonfinite)
 
     def after_round(self, skipped: bool) -> None:
         self.steps += 1
@@ -243,7 +239,7 @@ class ServedDriver(Driver):
         for server, answer in answers.items():
             self.clients[server].staleness.append(answer.flag)
         applied = {server for server, answer in answers.items() if answer.step}
-        self.push.settle(applied if good else set())
+        self.push.commit(applied if good else set())
 
     def meet(self) -> None:
         """Wait until all workers are here, and take the parameters: all are equal then, and as far."""
@@ -316,18 +312,18 @@ class ServedDriver(Driver):
     def staleness(self) -> Staleness:
         return Staleness.of([tau for client in self.clients.values() for tau in client.staleness])
 
-    def pipelines(self) -> list[Pipeline]:
+    def paths(self) -> list[Path]:
         return [self.push] if self.is_worker else []
 
     # To be saved and restored
 
     def state_dict(self) -> dict[str, Any]:
         """Workers meet; the first of them saves what the servers have."""
-        saved: dict[str, Any] = {"steps": 0, "passes": 0, "codec_state": {}, "shards": {}}
+        saved: dict[str, Any] = {"steps": 0, "passes": 0, "good_passes": 0, "codec_state": {}, "shards": {}}
         if self.reducer is None:
             return saved
         self.drain()
-        saved |= {"steps": self.steps, "passes": self.reducer.passes}
+        saved |= {"steps": self.steps, "passes": self.reducer.passes, "good_passes": self.push.good_passes}
         if self.rank == self.plan.roles.workers[0]:
             self.talk(lambda: saved["shards"].update(self.fetch()), "saving")
         saved["codec_state"] = self.push.state_dict()
@@ -346,6 +342,7 @@ class ServedDriver(Driver):
             return
         self.steps = saved["steps"]
         self.reducer.passes = self.reducer.passes_before_step = saved["passes"]
+        self.push.good_passes = saved["good_passes"]
         self.push.load_state_dict(saved["codec_state"])
         self.talk(lambda: self.restore(saved["shards"]), "loading")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from syncline.buckets.bucket import Bucket, Side
+from syncline.path.bucket import Bucket, BucketBuffer
 
 MARK_ELEMENTS = 1 << 16  # that are looked at
 
@@ -19,11 +19,11 @@ class Marks:
 
     def take(self, buckets: Sequence[Bucket]) -> None:
         """Remember how they are."""
-        self.of = {bucket.number: mark_of(bucket.side) for bucket in buckets}
+        self.of = {bucket.number: mark_of(bucket.buffer) for bucket in buckets}
 
     def have_changed(self, buckets: Sequence[Bucket]) -> bool:
         """Whether any is another one, or elsewhere."""
-        return any(has_moved(bucket) or mark_of(bucket.side) != self.of.get(bucket.number) for bucket in buckets)
+        return any(has_moved(bucket) or mark_of(bucket.buffer) != self.of.get(bucket.number) for bucket in buckets)
 
 
 def has_moved(bucket: Bucket) -> bool:
@@ -31,9 +31,9 @@ def has_moved(bucket: Bucket) -> bool:
     return any(slot.parameter.grad is not slot.view for slot in bucket.slots if slot.parameter.grad is not None)
 
 
-def mark_of(side: Side) -> tuple[int, float]:
+def mark_of(buffer: BucketBuffer) -> tuple[int, float]:
     """Changes when gradients do: torch counts changes, except by `GradScaler`, which multiplies all of them."""
-    values = side.values
+    values = buffer.values
     wide = torch.promote_types(values.dtype, torch.float32)
     size = torch.linalg.vector_norm(values[:: max(1, len(values) // MARK_ELEMENTS)], dtype=wide).item()
-    return side.flat._version, size or torch.linalg.vector_norm(values, dtype=wide).item()
+    return values._version, size or torch.linalg.vector_norm(values, dtype=wide).item()

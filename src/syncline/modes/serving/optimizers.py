@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.buckets.bucket import Slot
 from syncline.errors import ConfigError, PairingError
 from syncline.guards.claims import claimed
+from syncline.path.bucket import Slot
 from syncline.replica.optimizer_steps import optimizers_in
 
 Groups = list[list[dict[str, Any]]]  # the settings of every group of every optimizer

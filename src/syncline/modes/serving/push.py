@@ -3,59 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic_ns
 
 import torch
 from torch import Tensor
 
-from syncline.buckets.bucket import Bucket, Side, Slot
 from syncline.codecs.codec import State
-from syncline.codecs.feedback import Units
-from syncline.codecs.memory import Coded, Memory, Saved
 from syncline.codecs.none import NoCodec
+from syncline.core.status import OwnStatus, PassStatus, read_status, write_status
 from syncline.errors import ConfigError
 from syncline.fabric.base import Handle, Times
 from syncline.fabric.worker import Worker
-from syncline.guards.finite import has_room, is_finite
+from syncline.guards.finite import is_finite, sum_fits
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server
-from syncline.pipeline import Flight, Pipeline, note_applied, parts_of, to_be_kept, unused_in
+from syncline.path.bucket import Bucket, BucketBuffer, Slot, parts_of
+from syncline.path.codec_state import BucketCodecState, CodecStateStore, PendingEncoding, Saved
+from syncline.path.path import Path
+from syncline.path.residuals import GradientScale
+from syncline.path.work import BucketWork, PassWork
 
 
 @dataclass
 class Pushed:
     """What was made of a bucket, until it is committed."""
 
-    coded: Coded
-    left: Tensor  # what was not sent
-    state: State
-    units: Units
+    coded: BucketCodecState
+    pending: PendingEncoding
     unused: set[str]  # parameters that this worker had no gradient of, which its server leaves where they are
 
 
-class NotYet:
-    """A push that will be made later."""
+@dataclass(eq=False)
+class PushedPass(PassWork):
+    """Buckets on their way to servers."""
 
-    def wait(self, deadline_s: float | None = None) -> None:
-        """Nothing is under way."""
-
-    def done(self) -> bool:
-        """Nothing is."""
-        return True
-
-    def times(self) -> Times:
-        """No time at all."""
-        now = monotonic_ns()
-        return Times(now, now, now)
-
-    def finite(self) -> bool | None:
-        """Nobody has looked."""
-        return None
+    handles: list[Handle | None] = field(default_factory=list)  # None: pushed later, because gradients change yet
+    nonfinite: set[int] = field(default_factory=set)  # numbers of buckets that were not sent
 
 
-class PushPipeline(Pipeline):
+class PushPath(Path):
     """Sends buckets to their servers, one after the other, in a thread that is the only one to use the links."""
 
     waits_for_ranks = False
@@ -69,15 +57,14 @@ class PushPipeline(Pipeline):
         self.seed = replica.settings.seed
         self.sends_anything = isinstance(self.codec, NoCodec) and replica.settings.nonfinite == "ignore"
         self.worker = Worker(f"rank {self.fabric.rank} talks to servers")
-        self.memory = Memory(self.codec)
+        self.store = CodecStateStore(self.codec)
         self.pushed: dict[int, Pushed] = {}
-        self.said: dict[int, int] = {}
-        self.staged: list[Flight] = []  # since the last commit
+        self.staged: list[BucketWork] = []  # since the last commit
         self.holds = False  # nothing is pushed before the step, because gradients change after backward
 
-    def units(self) -> Units:
+    def scale(self) -> GradientScale:
         """What gradients are worth when they are committed: they have been unscaled by then."""
-        return Units(self.replica.learning_rates())
+        return GradientScale(self.replica.learning_rates())
 
     def submit(self, work: Callable[[], None], what: str) -> Handle:
         """Do something in turn, in the thread that talks to servers."""
@@ -89,81 +76,116 @@ class PushPipeline(Pipeline):
 
         return self.worker.submit(timed, what, self.fabric.deadlines.operation)
 
-    def start(self, step: int, bucket: Bucket, has_data: bool = True) -> Flight:
+    def begin(self, number: int, has_data: bool = True) -> PushedPass:
+        return PushedPass(number, has_data)
+
+    def start(self, current: PassWork, bucket: Bucket) -> None:
+        assert isinstance(current, PushedPass)
         if bucket.number not in self.server_of:
             names = ", ".join(slot.name for slot in bucket.slots[:3])
             raise ConfigError(f"{names} began to need gradients after servers were set up; unfreeze it before Sync")
-        side, ready_ns, units = bucket.side, monotonic_ns(), self.units()
-        self.said[bucket.number] = 0
-        if self.holds:
-            return Flight(bucket, side, NotYet(), ready_ns, said=lambda: 0)
-        handle = self.submit(lambda: self.push(step, bucket, side, units), f"bucket {bucket.number}")
-        return Flight(bucket, side, handle, ready_ns, said=lambda: self.said[bucket.number])
+        work = BucketWork(bucket, bucket.buffer)
+        scale, present = self.scale(), list(bucket.present)
+        handle = None
+        if not self.holds:
+            handle = self.submit(lambda: self.push(current, work, present, scale), f"bucket {bucket.number}")
+        current.works.append(work)
+        current.handles.append(handle)
 
-    def push(self, step: int, bucket: Bucket, side: Side, units: Units) -> None:
+    def end(self, current: PassWork, own: OwnStatus) -> None:
+        current.own = own
+
+    def wait_for_status(self, current: PassWork) -> PassStatus:
+        return self.wait(current)
+
+    def wait(self, current: PassWork) -> PassStatus:
+        """Wait until all buckets are staged. A worker steps by itself, so its own status is all there is."""
+        assert isinstance(current, PushedPass)
+        if current.status is not None:
+            return current.status
+        for work, handle in zip(current.works, current.handles, strict=True):
+            from_ns = monotonic_ns()
+            if handle is not None:
+                handle.wait()
+            to_ns = monotonic_ns()
+            self.note_span(work, handle.times() if handle is not None else Times(to_ns, to_ns, to_ns), from_ns, to_ns)
+        own = current.own or OwnStatus(current.number, 1)
+        own.nonfinite |= current.nonfinite
+        words = write_status(own, current.bucket_numbers, self.fabric.rank, self.fabric.world)
+        current.status = read_status(words, current.bucket_numbers, self.fabric.world)
+        current.is_complete = True
+        return current.status
+
+    # In the thread that talks to servers
+
+    def push(self, current: PushedPass, work: BucketWork, present: list[int], scale: GradientScale) -> None:
         """Stage a bucket at its server; one that cannot be sent is only marked."""
-        self.said[bucket.number] = 0
-        message = self.message_of(step, bucket, side, units)
+        message = self.message_of(work.bucket, work.buffer, present, scale)
         if message is None:
-            side.bad.fill_(1)
+            current.nonfinite.add(work.number)
             return
-        self.said[bucket.number] = message.body.nbytes + message.payload.nbytes
-        link = self.links[self.server_of[bucket.number]]
+        work.sent_bytes = message.body.nbytes + message.payload.nbytes
+        link = self.links[self.server_of[work.number]]
         with naming_server(link):
             link.send(message)
 
-    def message_of(self, step: int, bucket: Bucket, side: Side, units: Units) -> Message | None:
+    def message_of(
+        self, bucket: Bucket, buffer: BucketBuffer, present: list[int], scale: GradientScale
+    ) -> Message | None:
         """With the gradients or what a codec makes of them; None if they are not finite, or too large for it."""
+        flags, step = torch.tensor(present), self.good_passes + 1
         if isinstance(self.codec, NoCodec):
-            is_sent = self.sends_anything or is_finite(side.values)
-            return Message(Kind.PUSH, bucket.number, step, payload=side.flat) if is_sent else None
-        words = self.encode(step, bucket, side, units)
-        if words is None:
-            return None
-        return Message(Kind.PUSH, bucket.number, step, body=torch.cat([side.flags.cpu().to(torch.int64), words]))
+            is_sent = self.sends_anything or is_finite(buffer.values)
+            return Message(Kind.PUSH, bucket.number, step, body=flags, payload=buffer.values) if is_sent else None
+        words = self.encode(step, bucket, buffer, present, scale)
+        return Message(Kind.PUSH, bucket.number, step, body=torch.cat([flags, words])) if words is not None else None
 
-    def encode(self, step: int, bucket: Bucket, side: Side, units: Units) -> Tensor | None:
+    def encode(
+        self, step: int, bucket: Bucket, buffer: BucketBuffer, present: list[int], scale: GradientScale
+    ) -> Tensor | None:
         """What a codec makes of a copy of the gradients."""
-        work = side.values.to("cpu", torch.float32, copy=True)
-        coded = self.coded_of(bucket.number, bucket.slots)
+        coded = self.state_of(bucket.number, bucket.slots)
         coder = Coder(self.codec, coded, seed_of(self.seed, self.fabric.rank, "push"))
-        own = coded.correct(work, coder.place(step))
-        if coded.feedback is not None:
-            coded.feedback.add_to(work, units)
-        if not has_room(work, 1):
+        pending = coded.prepare(buffer.values.to("cpu", torch.float32, copy=True), scale, coder.context(step))
+        if not sum_fits(pending.values, 1):
             return None
-        words, _, state = coder.say(work, step, own)
-        self.pushed[bucket.number] = Pushed(coded, work, state, units, unused_in(bucket.slots, side.flags))
-        is_kept = all(has_room(tensor, 1) for tensor in to_be_kept(coded, work, state))
-        return words if is_kept else None
+        words, _, pending.state = coder.say(pending.values, step, pending.state)
+        pending.end()
+        unused = {slot.name for slot, is_present in zip(bucket.slots, present, strict=True) if not is_present}
+        self.pushed[bucket.number] = Pushed(coded, pending, unused)
+        return words if coded.fits(pending, 1) else None
 
-    def coded_of(self, number: int, slots: Sequence[Slot]) -> Coded:
-        """What is kept of a bucket."""
-        return self.memory.of(number, lambda: parts_of(slots), torch.device("cpu"))
+    def state_of(self, number: int, slots: Sequence[Slot]) -> BucketCodecState:
+        """Codec state and residual of a bucket."""
+        return self.store.of(number, lambda: parts_of(slots), torch.device("cpu"))
 
-    def handed_out(self, flights: Sequence[Flight]) -> None:
-        self.staged += flights  # servers use them, when they are committed
+    def grads_assigned(self, current: PassWork) -> None:
+        self.staged += current.works  # servers use them, when they are committed
 
-    def settle(self, applied: set[int]) -> None:
+    def commit(self, applied: set[int]) -> None:
         """These servers have applied the step; elsewhere it is to be forgotten."""
         staged, self.staged = self.staged, []
-        note_applied([flight for flight in staged if self.server_of[flight.number] in applied])
+        now_ns = monotonic_ns()
+        for work in staged:
+            if self.server_of[work.number] in applied and work.span is not None:
+                work.span.applied_ns = now_ns
         pushed, self.pushed = self.pushed, {}
         for number, one in pushed.items():
             if self.server_of[number] in applied:
-                one.coded.commit(one.left, one.state, one.units, one.unused)
+                one.coded.commit(one.pending, one.unused)
+        self.good_passes += bool(applied)
 
     def state_dict(self) -> Saved:
-        return self.memory.state_dict()
+        return self.store.state_dict()
 
     def load_state_dict(self, saved: Saved) -> None:
-        self.memory.load_state_dict(saved)
+        self.store.load_state_dict(saved)
 
     def states_of(self, buckets: Mapping[int, Sequence[Slot]]) -> dict[int, State]:
-        """Of the codecs of all buckets, which servers are told."""
+        """Codec states of all buckets, which servers are told."""
         if isinstance(self.codec, NoCodec):
             return {}
-        return {number: self.coded_of(number, slots).state for number, slots in buckets.items()}
+        return {number: self.state_of(number, slots).state for number, slots in buckets.items()}
 
     def close(self) -> None:
         self.worker.close(drain=False)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from syncline.buckets.bucket import Slot
 from syncline.modes.serving.clock import Clock
 from syncline.modes.serving.optimizers import Groups, adopt_groups, moved
 from syncline.modes.serving.shelf import Shelf
+from syncline.path.bucket import Slot
 
 Gradients = dict[str, Tensor]  # by parameter; those that a worker has none of are missing
 

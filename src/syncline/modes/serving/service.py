@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from syncline.buckets.bucket import Slot
 from syncline.codecs.codec import Codec
 from syncline.fabric.newcomers import Door, Knock
 from syncline.modes.replica import Replica
@@ -12,6 +11,7 @@ from syncline.modes.serving.attendant import Attendant
 from syncline.modes.serving.doorkeeper import Doorkeeper
 from syncline.modes.serving.link import FabricLink, Link
 from syncline.modes.serving.server import Rules, Server
+from syncline.path.bucket import Slot
 
 LOOK_S = 0.5  # a server that has nothing else to do looks for Ctrl-C so often
 

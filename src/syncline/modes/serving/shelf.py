@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from syncline.buckets.bucket import Slot, view_of
 from syncline.errors import OutOfSharedMemory
+from syncline.path.bucket import Slot, view_of
 
 
 class Shelf:

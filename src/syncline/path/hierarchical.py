@@ -6,7 +6,7 @@
 
 The first rank of a host is its leader. It weighs the sum of its host by H / W, for H hosts of W ranks, so that the mean
 over leaders is the mean over ranks, whatever the sizes of the hosts. What was not sent is left with the leader in the
-weight of a rank: the mean over all ranks of what they keep is what is missing, as it is where all ranks talk.
+weight of a rank: the mean over all ranks of their residuals is what is missing, as it is where all ranks talk.
 """
 
 from __future__ import annotations
@@ -18,63 +18,56 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from syncline.codecs.answers import Alone, AmongAll, converse
-from syncline.codecs.codec import Codec, Place, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Decoder
 from syncline.codecs.none import void
 from syncline.collectives.hierarchical import Hierarchical
-from syncline.collectives.registry import algorithm
 from syncline.errors import FabricError, PeerError
 from syncline.fabric.base import Fabric
+from syncline.path.answerer import FlatAnswerer, converse
 
 
-def talk_on(fabric: Fabric, collective: str) -> Alone | AmongAll | BetweenHosts:
-    """Who takes part in the conversations of a codec: all ranks, or with `"hierarchical"` one of each host."""
-    if fabric.world == 1:
-        return Alone()
-    chosen = None if collective in ("auto", "engine") else algorithm(collective)
-    return BetweenHosts(fabric, chosen) if isinstance(chosen, Hierarchical) else AmongAll(fabric, collective)
-
-
-class BetweenHosts:
-    """Leaders talk for their hosts. All ranks make it together."""
+class HierarchicalAnswerer:
+    """Leaders talk for their hosts, one bucket after the other. All ranks make it together."""
 
     def __init__(self, fabric: Fabric, chosen: Hierarchical) -> None:
         hosts = chosen.placed(fabric.world, fabric.hosts)
         self.fabric = fabric
         self.inner, self.outer = best_of(chosen)
         self.weight = len(hosts) / fabric.world
-        self.host_ranks = next(host for host in hosts if fabric.rank in host)
-        self.leader_ranks = tuple(host[0] for host in hosts)
-        self.host = fabric.subgroup(self.host_ranks)
-        self.leaders = fabric.subgroup(self.leader_ranks) if fabric.rank in self.leader_ranks else None
+        host_ranks = next(host for host in hosts if fabric.rank in host)
+        leader_ranks = tuple(host[0] for host in hosts)
+        self.host = fabric.subgroup(host_ranks)
+        self.leaders = fabric.subgroup(leader_ranks) if fabric.rank in leader_ranks else None
 
-    def collect(self, values: Tensor) -> None:
-        """Before the codec is asked: the sum of the host."""
+    def add_up(self, values: Tensor) -> None:
+        """Replace the values of every rank of a host by their sum."""
         with self._one_culprit():
             self.host.all_reduce(values, op="sum", collective=self.inner)
 
-    def carry(self, codec: Codec, values: Tensor, state: State, place: Place) -> tuple[Decoder, int]:
-        """Carry a conversation through; returns what writes the mean, and the bytes that were said to other hosts."""
+    def run(self, codec: Codec, values: Tensor, state: State, context: ReduceContext) -> tuple[Decoder, int]:
+        """Carry a conversation through; what writes the mean, and the bytes that were sent to other hosts."""
         mean = torch.empty_like(values)
-        said = 0
+        sent_bytes = 0
         with self._one_culprit():
             if self.leaders is None:
                 values.zero_()
-                state.clear()
             else:
-                said = self._lead(self.leaders, codec, values, state, place, mean)
+                sent_bytes = self._lead(self.leaders, codec, values, state, context, mean)
             self.host.broadcast(mean)
-        return lambda out: void(out.copy_(mean)), said
+        return lambda out: void(out.copy_(mean)), sent_bytes
 
-    def _lead(self, leaders: Fabric, codec: Codec, values: Tensor, state: State, place: Place, mean: Tensor) -> int:
+    def _lead(
+        self, leaders: Fabric, codec: Codec, values: Tensor, state: State, context: ReduceContext, mean: Tensor
+    ) -> int:
         """Talk for the host, write the mean, and leave what was not sent."""
         values.mul_(self.weight)
-        place = replace(place, rank=leaders.rank, world=leaders.world)
-        decoder, said = converse(codec.reduce(values, state, place), leaders, self.outer)
+        context = replace(context, rank=leaders.rank, world=leaders.world)
+        answerer = FlatAnswerer([leaders.channel()], self.outer)
+        decoder, sent_bytes = converse(codec.reduce(values, state, context), answerer, leaders.rank)
         decoder(mean)
         values.div_(self.weight)
-        return said
+        return sent_bytes
 
     @contextmanager
     def _one_culprit(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Which parameters are watched, and the buckets that their gradients travel in.
 
 Before the first pass there are no buckets: they are made for the order in which gradients came on rank 0. Parameters
-that begin to need a gradient later get buckets of their own. The last of the first buckets carries the verdict.
+that begin to need a gradient later get buckets of their own.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from syncline.buckets.assign import Item, assign
-from syncline.buckets.bucket import Bucket, Slot
-from syncline.buckets.heap import keep_freed_memory
-from syncline.buckets.parameters import Named
+from syncline.core.assign import Item, assign
 from syncline.fabric.base import Fabric
 from syncline.guards.trainable import refuse_dtype
+from syncline.path.bucket import Bucket, Slot
+from syncline.reducer.heap import keep_freed_memory
+from syncline.reducer.parameters import Named
 
 CameHook = Callable[[Slot], None]
 
@@ -32,9 +32,9 @@ class Layout:
         sparse_names: set[str],
         first_bucket_bytes: int,
         bucket_bytes: int,
-        sides: int,
+        buffers: int,
         came: CameHook,
-        thawed: Callable[[], None],
+        unfrozen: Callable[[], None],
         divisor_of: Callable[[torch.dtype], int],
         fixed: bool = False,
     ) -> None:
@@ -43,16 +43,16 @@ class Layout:
         self.sparse_names = sparse_names
         self.first_bucket_bytes = first_bucket_bytes
         self.bucket_bytes = bucket_bytes
-        self.sides = sides
+        self.buffers = buffers  # of each bucket
         self.fixed = fixed
         self.came = came  # told whenever a gradient has been accumulated
-        self.thawed = thawed  # told of the first gradients of parameters that needed none before
+        self.unfrozen_came = unfrozen  # told of the first gradients of parameters that needed none before
         self.divisor_of = divisor_of  # of gradients on their way into a bucket
         self.frozen: dict[str, nn.Parameter] = {}
         self.slots: list[Slot] = []
         self.sparse: list[Slot] = []
         self.buckets: list[Bucket] = []
-        self.judged: Bucket | None = None  # the bucket that carries the verdict
+        self.is_made = False  # the buckets
         self.hooks: list[RemovableHandle] = []
         self.frozen_hooks: dict[str, RemovableHandle] = {}
 
@@ -62,7 +62,7 @@ class Layout:
             if not parameter.requires_grad:
                 self.frozen[name] = parameter
                 if parameter.is_floating_point() or parameter.is_complex():
-                    self.frozen_hooks[name] = hook_on(parameter, lambda _: self.thawed())
+                    self.frozen_hooks[name] = hook_on(parameter, lambda _: self.unfrozen_came())
         self.watch((name, parameter) for name, parameter in named if name not in self.frozen)
 
     def watch(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[Slot]:
@@ -82,7 +82,7 @@ class Layout:
 
     def planned(self) -> list[list[Slot]]:
         """The buckets as they are, or as they would be if gradients came in reverse order of registration."""
-        if self.judged:
+        if self.is_made:
             return [list(bucket.slots) for bucket in self.buckets]
         return self.grouped(self.slots[::-1])
 
@@ -99,23 +99,19 @@ class Layout:
         last = {slot: position for position, slot in enumerate(order)}
         number = {slot: position for position, slot in enumerate(self.slots)}
         if self.fixed:
-            self.add_buckets(self.planned(), has_verdict=True)
+            self.add_buckets(self.planned())
             return
         ranked = sorted(self.slots, key=lambda slot: (last.get(slot, len(order)), -number[slot]))
         agreed = torch.tensor([number[slot] for slot in ranked], device=self.fabric.device)
         self.fabric.broadcast(agreed)
-        self.add_buckets(self.grouped([self.slots[position] for position in agreed.tolist()]), has_verdict=True)
+        self.add_buckets(self.grouped([self.slots[position] for position in agreed.tolist()]))
 
-    def add_buckets(self, groups: Sequence[Sequence[Slot]], has_verdict: bool) -> None:
-        """Make memory for gradients; the last bucket may carry the verdict."""
-        groups = groups or [[]]
+    def add_buckets(self, groups: Sequence[Sequence[Slot]]) -> None:
+        """Make memory for gradients."""
+        self.is_made = True
         for group in groups:
-            carries = has_verdict and group is groups[-1]
-            divisor = self.divisor_of(group[0].parameter.dtype) if group else 1
-            bucket = Bucket(self.fabric, len(self.buckets), group, carries, self.sides, divisor=divisor)
-            self.buckets.append(bucket)
-        if has_verdict:
-            self.judged = self.buckets[-1]
+            divisor = self.divisor_of(group[0].parameter.dtype)
+            self.buckets.append(Bucket(self.fabric, len(self.buckets), group, self.buffers, divisor=divisor))
         if self.fabric.device.type == "cpu":
             keep_freed_memory(max((slot.parameter.nbytes for group in groups for slot in group), default=0))
 
@@ -130,7 +126,7 @@ class Layout:
         for name in names:
             self.frozen_hooks.pop(name).remove()
         if slots := self.watch([(name, self.frozen.pop(name)) for name in names]):
-            self.add_buckets(self.grouped(slots[::-1]), has_verdict=False)
+            self.add_buckets(self.grouped(slots[::-1]))
 
     def turn_for(self, number: int) -> None:
         """Let gradients go to the memory of this pass."""
@@ -138,21 +134,20 @@ class Layout:
             bucket.turn_for(number)
 
     @torch.no_grad()
-    def hand_out(self, gradients: Mapping[str, Tensor]) -> None:
+    def assign_saved_grads(self, gradients: Mapping[str, Tensor]) -> None:
         """Put gradients from elsewhere in the memory of this pass, and give them to the parameters."""
         for bucket in self.buckets:
-            bucket.side.values.zero_()
-            bucket.side.flags.copy_(torch.tensor([slot.name in gradients for slot in bucket.slots]))
+            bucket.buffer.values.zero_()
             for slot in bucket.slots:
                 if slot.name in gradients:
                     slot.view.copy_(gradients[slot.name])
-            bucket.hand_out_all()
+            bucket.assign_all_grads({slot.name for slot in bucket.slots if slot.name not in gradients})
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
         for bucket in self.buckets:
-            bucket.side.values.mul_(factor)
-            bucket.side.finite = None
+            bucket.buffer.values.mul_(factor)
+            bucket.buffer.finite = None
         for slot in self.sparse:
             if slot.parameter.grad is not None:
                 slot.parameter.grad.mul_(factor)
@@ -164,14 +159,14 @@ class Layout:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Make the buckets that there were, so that what follows has the same bits."""
-        if self.judged or not saved["buckets"]:
+        if self.is_made or not saved["buckets"]:
             return
         by_name = {slot.name: slot for slot in self.slots}
         if set(by_name) != {name for names in saved["buckets"] for name in names}:
             return  # other parameters need a gradient now: the next pass makes new buckets
         for name, times in saved["expected"].items():
             by_name[name].expected = times
-        self.add_buckets([[by_name[name] for name in names] for names in saved["buckets"]], has_verdict=True)
+        self.add_buckets([[by_name[name] for name in names] for names in saved["buckets"]])
 
     def close(self) -> None:
         """Stop watching."""

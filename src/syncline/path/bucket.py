@@ -1,32 +1,23 @@
 """A bucket: gradients that travel together, as views of one flat buffer in memory that the fabric can reach.
 
-    values                                        tail
-    gradient 0 | gradient 1 | ... | gradient k    flags, one for each gradient | bad | verdict, in one bucket
-                                          failed | late | thawed | touched | 24 bits of a fingerprint | rank 0 | ...
+    gradient 0 | gradient 1 | ... | gradient k
 
-The flags are 1 where this rank has that gradient and 0 where it has none; they are averaged along with the values, so a
-mean of 0 says that no rank had it, which costs no message. Bad is set by a rank whose gradients a codec cannot encode.
-The verdict is what all ranks must know at the end of a pass: whether one of them failed, whether one came to it only in
-its step, whether one has unfrozen parameters, or touched its replica outside the optimizer's step, which took part with
-data, and how many passes each has made since its last step. The mean of a bit of the fingerprint is 0 or 1 if all ranks
-have the same one.
+Nothing else is in it: what ranks must know of a pass travels in its status (`core/status.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from syncline.buckets.placing import SMALL_BYTES, put
+from syncline.codecs.codec import Part
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, name_of
 from syncline.guards.claims import strides_of
-from syncline.guards.fingerprint import DIGEST_BITS
+from syncline.path.placing import SMALL_BYTES, put
 
-FLAGS = 4  # of a verdict: words that are set if some rank sets them
-COMMON_WORDS = FLAGS + DIGEST_BITS  # of a verdict: those that are not of one rank
 NOT_SEEN = 1 << 30  # gradients: more than come in any pass, so a bucket waits for its end
 
 
@@ -62,7 +53,7 @@ class Slot:
     def place(self) -> None:
         """See that the gradient is in the bucket, and is what the optimizer will find."""
         if self.is_outside():
-            self.bucket.take_in([self])
+            self.bucket.copy_in([self])
 
     def learn(self) -> None:
         """How many gradients come in a pass, at the end of the first that had any."""
@@ -77,18 +68,12 @@ class Slot:
         return gradient is not self.view or self.bucket.divisor != 1
 
 
-class Side:
+class BucketBuffer:
     """The memory of a bucket for one pass. There are two where the next pass begins before this one has arrived."""
 
-    def __init__(self, fabric: Fabric, slots: Sequence[Slot], dtype: torch.dtype, has_verdict: bool) -> None:
-        numel = sum(slot.parameter.numel() for slot in slots)
-        self.flat = fabric.buffer(numel + len(slots) + 1 + (COMMON_WORDS + fabric.world) * has_verdict, dtype)
-        self.values = self.flat[:numel]
-        self.tail = self.flat[numel:]
-        self.flags = self.tail[: len(slots)]
-        self.bad = self.tail[len(slots) : len(slots) + 1]
-        self.verdict = self.tail[len(slots) + 1 :]
-        self.finite: bool | None = None  # whether the means are, where the fabric has seen it
+    def __init__(self, fabric: Fabric, slots: Sequence[Slot], dtype: torch.dtype) -> None:
+        self.values = fabric.buffer(sum(slot.parameter.numel() for slot in slots), dtype)
+        self.finite: bool | None = None  # whether the means are, where somebody has seen it
         self.views: list[Tensor] = []
         start = 0
         for slot in slots:
@@ -101,7 +86,7 @@ class Side:
         moved = [number for number, view in enumerate(self.views) if view.data_ptr() != self.places[number][0]]
         for number in moved:
             _, offset, shape, strides = self.places[number]
-            self.views[number] = self.flat.as_strided(shape, strides, offset)
+            self.views[number] = self.values.as_strided(shape, strides, offset)
         return bool(moved)
 
 
@@ -113,8 +98,7 @@ class Bucket:
         fabric: Fabric,
         number: int,
         slots: Sequence[Slot],
-        has_verdict: bool,
-        sides: int = 1,
+        buffers: int = 1,
         dtype: torch.dtype | None = None,
         divisor: int = 1,
     ) -> None:
@@ -124,45 +108,48 @@ class Bucket:
         self.missing = 0  # gradients that are still to come
         self.divisor = divisor  # of gradients on their way in, where the fabric only adds
         self.finite: bool | None = True  # whether all that was divided is; None where nobody has looked
+        self.present = [1] * len(slots)  # whether this rank has a gradient of each, in this pass
         dtype = dtype or (slots[0].parameter.dtype if slots else torch.float32)
-        self.sides = [Side(fabric, slots, dtype, has_verdict) for _ in range(sides)]
-        self.side = self.sides[0]
+        self.buffers = [BucketBuffer(fabric, slots, dtype) for _ in range(buffers)]
+        self.buffer = self.buffers[0]
         for slot in slots:
             slot.bucket = self
-        self.turn_to(self.side)
+        self.turn_to(self.buffer)
 
-    def turn_to(self, side: Side) -> None:
-        """Let gradients go to, and be found on, this side from now on."""
-        self.side = side
-        for slot, view in zip(self.slots, side.views, strict=True):
+    def turn_to(self, buffer: BucketBuffer) -> None:
+        """Let gradients go to, and be found in, this memory from now on."""
+        self.buffer = buffer
+        for slot, view in zip(self.slots, buffer.views, strict=True):
             slot.view = view
 
     def turn_for(self, number: int) -> None:
-        """Passes use the sides in turn."""
-        side = self.sides[number % len(self.sides)]
-        if side is not self.side:
-            self.turn_to(side)
+        """Passes use the buffers in turn."""
+        buffer = self.buffers[number % len(self.buffers)]
+        if buffer is not self.buffer:
+            self.turn_to(buffer)
 
     @property
     def nbytes(self) -> int:
-        """Of the gradients."""
-        return self.side.values.nbytes
+        """Bytes of the gradients."""
+        return self.buffer.values.nbytes
 
     def begin(self) -> None:
         """Get ready for the gradients of a pass."""
-        if self.side.renew_views():
-            self.turn_to(self.side)
+        if self.buffer.renew_views():
+            self.turn_to(self.buffer)
         self.missing = len(self.slots)
         self.finite = True
+        self.buffer.finite = None
+        self.present = [1] * len(self.slots)
         for slot in self.slots:
             slot.is_divided = False
 
     def learn(self) -> None:
-        """How many gradients of each come in a pass, of those that came for the first time."""
+        """Note how many gradients of each parameter come in a pass, of those that came for the first time."""
         for slot in self.slots:
             slot.learn()
 
-    def take_in(self, slots: Sequence[Slot]) -> None:
+    def copy_in(self, slots: Sequence[Slot]) -> None:
         """Copy gradients that are outside, or divide those that have come to be here."""
         for slot in slots:
             if slot.parameter.dtype != slot.view.dtype:
@@ -182,33 +169,43 @@ class Bucket:
     def place_small(self) -> None:
         """Place all small gradients in one call: one by one, the calls would cost more than the copies."""
         if outside := [slot for slot in self.small if slot.is_outside()]:
-            self.take_in(outside)
+            self.copy_in(outside)
 
     def fill(self) -> None:
         """Take in what has not been placed by its hook; a gradient that is not there counts as zero."""
-        present = []
-        for slot in self.slots:
+        for position, slot in enumerate(self.slots):
             slot.place()
-            present.append(slot.parameter.grad is not None)
-            if not present[-1]:
+            if slot.parameter.grad is None:
+                self.present[position] = 0
                 slot.view.zero_()
-        self.side.flags.copy_(torch.tensor(present))
 
-    def hand_out(self) -> None:
+    def clear(self) -> None:
+        """Take part in a pass without any gradient."""
+        self.buffer.values.zero_()
+        self.present = [0] * len(self.slots)
+
+    def assign_grads(self, unused: Container[str]) -> None:
         """Give a gradient that this rank did not have, but another one did, to its parameter."""
-        absent = [position for position, slot in enumerate(self.slots) if slot.parameter.grad is None]
-        if absent:
-            somewhere = self.side.flags.tolist()
-            for position in absent:
-                if somewhere[position] > 0:
-                    self.slots[position].parameter.grad = self.slots[position].view
+        for slot in self.slots:
+            if slot.parameter.grad is None and slot.name not in unused:
+                slot.parameter.grad = slot.view
 
-    def hand_out_all(self) -> None:
-        """Give every parameter the gradient of this side, which is not the one it had; None where no rank had any."""
-        for slot, flag in zip(self.slots, self.side.flags.tolist(), strict=True):
-            slot.parameter.grad = slot.view if flag > 0 else None
+    def assign_all_grads(self, unused: Container[str]) -> None:
+        """Give every parameter the gradient in this memory, which is not the one it had; None where no rank had any."""
+        for slot in self.slots:
+            slot.parameter.grad = slot.view if slot.name not in unused else None
 
 
 def view_of(slot: Slot, flat: Tensor) -> Tensor:
     """Flat memory in the shape of a slot's parameter, with the strides that it has, as optimizers like it."""
     return flat.as_strided(slot.parameter.shape, slot.strides)
+
+
+def parts_of(slots: Sequence[Slot]) -> tuple[Part, ...]:
+    """The parameters of a bucket by name and place."""
+    parts, start = [], 0
+    for slot in slots:
+        numel = slot.parameter.numel()
+        parts.append(Part(slot.name, start, start + numel, slot.parameter.shape))
+        start += numel
+    return tuple(parts)

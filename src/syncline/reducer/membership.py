@@ -9,10 +9,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
-from syncline.buckets.bucket import Slot
-from syncline.buckets.parameters import parameters_of
 from syncline.errors import ConfigError
 from syncline.guards.claims import claimed, refuse_ddp
+from syncline.path.bucket import Slot
+from syncline.reducer.parameters import parameters_of
 
 log = logging.getLogger(__name__)
 

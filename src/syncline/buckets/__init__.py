@@ -1,1 +1,0 @@
-"""Which gradients travel together, the memory they live in, and when a full bucket leaves."""

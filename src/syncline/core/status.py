@@ -1,0 +1,87 @@
+"""What all ranks know at the end of a pass: one sum of int32 words, of a length that follows from the plan.
+
+    counts                                 nonfinite          present              of rank 0            of rank 1 ...
+    failed | late | unfrozen | touched     one a bucket       one a parameter      since step, number, digest
+
+It travels on its own, beside the buckets, so that no bucket carries anything but gradients. Every word but those of a
+rank is a number of ranks. A rank writes its own words and zeros in those of the others, so that their sum is what every
+rank has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from syncline.core.passes import NO_DATA, ranks_by_count
+
+COUNTS = 4  # words that say how many ranks have failed, were late, have unfrozen parameters, have touched their replica
+OWN = 3  # words of each rank
+MOST_PASSES = 1 << 20  # numbers of passes are compared modulo this
+
+
+@dataclass(frozen=True)
+class PassStatus:
+    """The same on every rank: whether a pass can be used, by whom it was made, and what else ranks must know of it."""
+
+    failed: bool  # a rank failed in its backward pass, so the gradients mean nothing
+    nonfinite: tuple[int, ...]  # buckets with values that are not finite on some rank, or too large for its codec
+    active: tuple[int, ...]  # ranks that took part with data
+    since_step: tuple[int, ...] = ()  # of each rank: how many passes it has made since its last step, with this one
+    late: bool = False  # a rank came to it only in its step, when others may have changed their gradients already
+    unfrozen: bool = False  # a rank has unfrozen parameters
+    touched: bool = False  # a rank has changed its replica outside the optimizer's step
+    differs: bool = False  # ranks have different fingerprints
+    unused: frozenset[int] = frozenset()  # positions of parameters that no rank has a gradient of
+    numbers: tuple[int, ...] = ()  # of each rank: the number of the pass that it is in
+
+    @property
+    def is_good(self) -> bool:
+        """Whether there are gradients, and they can be used."""
+        return bool(self.active) and not self.failed and not self.nonfinite and len(ranks_by_count(self.since_step)) < 2
+
+
+@dataclass
+class OwnStatus:
+    """What one rank has to say of a pass."""
+
+    number: int  # of the pass
+    since_step: int  # passes, with this one; or NO_DATA, or UNSURE
+    failed: bool = False
+    late: bool = False
+    unfrozen: bool = False
+    touched: bool = False
+    digest: int = 0  # of this replica, 24 bits
+    nonfinite: set[int] = field(default_factory=set)  # numbers of buckets
+    present: list[int] = field(default_factory=list)  # of every parameter, whether this rank has a gradient of it
+
+
+def write_status(own: OwnStatus, buckets: Collection[int], rank: int, world: int) -> list[int]:
+    """The words of one rank, to be added up."""
+    words = [int(own.failed), int(own.late), int(own.unfrozen), int(own.touched)]
+    words += [int(bucket in own.nonfinite) for bucket in buckets]
+    words += own.present
+    of_ranks = [0] * (OWN * world)
+    of_ranks[OWN * rank : OWN * rank + OWN] = [own.since_step, own.number % MOST_PASSES, own.digest]
+    return words + of_ranks
+
+
+def read_status(words: Sequence[int], buckets: Sequence[int], world: int) -> PassStatus:
+    """The sum of what all ranks have written."""
+    failed, late, unfrozen, touched = (word > 0 for word in words[:COUNTS])
+    nonfinite = tuple(bucket for bucket, count in zip(buckets, words[COUNTS:], strict=False) if count)
+    present = words[COUNTS + len(buckets) : len(words) - OWN * world]
+    of_ranks = words[len(words) - OWN * world :]
+    since_step = tuple(of_ranks[0::OWN])
+    return PassStatus(
+        failed,
+        nonfinite,
+        tuple(rank for rank, count in enumerate(since_step) if count != NO_DATA),
+        since_step,
+        late,
+        unfrozen,
+        touched,
+        len(set(of_ranks[2::OWN])) > 1,
+        frozenset(position for position, count in enumerate(present) if not count),
+        tuple(of_ranks[1::OWN]),
+    )

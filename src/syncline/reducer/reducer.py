@@ -1,0 +1,595 @@
+"""The reducer: watches gradients come, sends full buckets off while backward goes on, and waits for them at its end.
+
+A pass is one backward pass that ends with synchronized gradients. In the first pass nothing leaves early: the order in
+which gradients come is observed, rank 0's order is taken by all, and the buckets are made for it. From then on a bucket
+leaves as soon as its last gradient is there, strictly in the agreed order. At the end of backward what is left is sent
+(a gradient that did not come counts as zero), the status follows, and when backward returns every gradient is the mean.
+
+With a lag, backward does not wait for its own pass but for the one before, and returns its gradients.
+
+All that ranks say to each other is said in a pass, so a rank that has no more data can take part in it with nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from itertools import chain
+from time import monotonic_ns
+from typing import Any, Protocol
+
+from syncline.core.passes import UNSURE, PassCounter
+from syncline.core.status import OwnStatus, PassStatus
+from syncline.errors import ConfigError, Desync, FabricError, LateGradient, PeerError, SynclineError
+from syncline.fabric.base import Fabric
+from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
+from syncline.guards.finite import first_not_finite
+from syncline.guards.hangs import Doing, explain, explain_desync
+from syncline.guards.unfreezing import compare_unfrozen
+from syncline.path.bucket import Bucket, Slot
+from syncline.path.path import Path
+from syncline.path.work import PassWork
+from syncline.reducer.backward import End, current_pass
+from syncline.reducer.layout import Layout
+from syncline.reducer.parameters import Named
+from syncline.reducer.passes import Pass, SavedPass
+from syncline.reducer.sparse import average_sparse
+
+
+class State(Enum):
+    """What the reducer is in the middle of."""
+
+    IDLE = auto()  # there are no gradients that no step has used
+    LOCAL = auto()  # there are gradients that only this rank has
+    FILLING = auto()  # a backward pass is under way whose gradients are sent
+    ACCUMULATING = auto()  # a backward pass is under way whose gradients stay here
+    ARRIVING = auto()  # a backward pass has ended, and its means are waited for
+    AT_HAND = auto()  # the means of a pass are where an optimizer finds them
+    ABANDONED = auto()  # a backward pass has failed here, and the others have yet to hear of it
+    BROKEN = auto()  # ranks have done different things, or one of them is gone
+
+
+@dataclass(frozen=True)
+class ReducerConfig:
+    """How gradients are bucketed and when they are sent."""
+
+    first_bucket_bytes: int
+    bucket_bytes: int
+    accumulate: int = 1
+    lags_after: int | None = None  # passes from which on backward returns the gradients of the pass before
+    fixed: bool = False  # buckets follow the order of registration and not that of the first pass
+    corrects: bool = False  # gradients become momenta on their way, so means are no gradients to add to
+
+
+class PassListener(Protocol):
+    """Who works with the gradients of a reducer."""
+
+    def fingerprint(self, number: int) -> Fingerprint:
+        """The fingerprint of this replica in a pass."""
+
+    def pass_ended(self, status: PassStatus) -> None:
+        """Gradients are where an optimizer finds them, or nobody can use them."""
+
+    def also_synchronize(self) -> None:
+        """Say what else ranks say to each other in a pass."""
+
+
+class Reducer:
+    """Keeps the gradients of one model in step."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        path: Path,
+        named: Named,
+        sparse_names: set[str],
+        config: ReducerConfig,
+        listener: PassListener,
+        control: Fabric | None = None,
+    ) -> None:
+        """`control` carries what ranks compare beside passes; it is `fabric` where nothing lags."""
+        self.fabric = fabric
+        self.control = control or fabric
+        self.path = path
+        self.config = config
+        self.listener = listener
+        self.layout = Layout(
+            fabric,
+            sparse_names,
+            config.first_bucket_bytes,
+            config.bucket_bytes,
+            1 if config.lags_after is None else 2,
+            self.gradient_came,
+            self.unfrozen_came,
+            path.divisor_of,
+            config.fixed,
+        )
+        self.layout.adopt(named)
+        self.state = State.IDLE
+        self.counter = PassCounter()
+        self.current: Pass | None = None  # in FILLING and ACCUMULATING
+        self.abandoned: Pass | None = None  # in ABANDONED
+        self.in_flight: Pass | SavedPass | None = None  # whose gradients the next backward will return
+        self.has_late_means = False  # in AT_HAND: those of the pass before
+        self.failure: FabricError | None = None  # in BROKEN
+        self.passes = 0
+        self.known_from = 0  # the pass from which on every rank knows the last status that this one has read
+        self.passes_before_step = 0
+        self.backwards = 0  # since the last optimizer step
+        self.is_paused = False  # by no_sync
+        self.is_tainted = False  # by a backward pass that failed since the last step
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes that begin inside send nothing."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    # During backward
+
+    def gradient_came(self, slot: Slot) -> None:
+        """A gradient has been accumulated in `parameter.grad`: its bucket leaves with its last one."""
+        current = self.pass_of_gradient()
+        if not current.synchronizes:
+            return
+        slot.fired += 1
+        if not self.layout.is_made:
+            current.order.append(slot)
+        elif slot.fired > slot.expected:
+            self.came_again(slot, current)
+        elif slot.fired == slot.expected and not slot.is_sparse:
+            if not slot.is_small:
+                slot.place()
+            slot.bucket.missing -= 1
+            if not slot.bucket.missing:
+                self.send_full(current)
+
+    def unfrozen_came(self) -> None:
+        """A parameter has a gradient that needed none before; it gets a bucket at the end of the pass."""
+        self.pass_of_gradient()
+
+    def pass_of_gradient(self) -> Pass:
+        """The pass that a gradient belongs to, which begins with the first one."""
+        current = self.current
+        if current is None or current.autograd_pass != current_pass():
+            return self.enter_pass()
+        return current
+
+    def enter_pass(self) -> Pass:
+        """Begin a pass with the first gradient of a backward pass, or go on with it in one that is nested in it."""
+        if self.current is None:
+            self.backwards += 1
+            synchronizes = not self.is_paused and self.backwards % self.config.accumulate == 0
+            self.current = self.begin(synchronizes)
+            self.state = State.FILLING if synchronizes else State.ACCUMULATING
+        self.current.autograd_pass = current_pass()
+        End(self.send_the_rest, self.finish_backward, self.backward_failed)
+        return self.current
+
+    def begin(self, synchronizes: bool, has_data: bool = True, late: bool = False) -> Pass:
+        """Get ready for the gradients of a pass."""
+        self.refuse_broken()
+        self.refuse_what_lags_badly()
+        if has_data:
+            self.refuse_momentum_of_momentum()
+        self.complete_abandoned()
+        if not synchronizes:
+            return Pass(self.passes, synchronizes)
+        self.passes += 1
+        self.layout.turn_for(self.passes)
+        for bucket in self.layout.buckets:
+            bucket.begin()
+        for slot in chain(self.layout.slots, self.layout.sparse):
+            slot.fired = 0
+        begun = Pass(self.passes, synchronizes, self.counter.next(has_data), late, self.is_tainted)
+        begun.works.append(self.path.begin(begun.number, has_data))
+        self.publish(begun, Doing.BACKWARD)
+        return begun
+
+    def refuse_what_lags_badly(self) -> None:
+        """With a lag, gradients that were handed out are not part of the next pass."""
+        if self.config.lags_after is None:
+            return
+        if self.abandoned is not None:
+            raise ConfigError(
+                "a backward pass failed and what was under way before it was not applied; call sync.drain() before "
+                "the next one, or call the model itself and not its parts"
+            )
+        if self.has_late_means and self.in_flight is not None and self.still_has_means():
+            raise ConfigError(
+                "a second backward pass came before the optimizer's step; with mode=delayed say accumulate=N, or wrap "
+                "all but the last in sync.no_sync()"
+            )
+
+    def refuse_momentum_of_momentum(self) -> None:
+        """Gradients of another pass that are added to means would not be told from those."""
+        if self.config.corrects and self.passes > self.passes_before_step and self.still_has_means():
+            raise ConfigError(
+                "a second backward pass came before the optimizer's step, and the first one's gradients are momenta by "
+                "now, of which the codec would make momenta again; say accumulate=N, or wrap all but the last in "
+                "sync.no_sync()"
+            )
+
+    def still_has_means(self) -> bool:
+        """Whether gradients that were handed out were not zeroed since, as they are by a loop that leaves out a step.
+
+        One that is not zero may be the one that has just come. Where this rank has gradients of its own by now, means
+        were looked for when the first of those came.
+        """
+        if self.state is State.LOCAL:
+            return False
+        handed_out = [slot.view for slot in self.layout.slots if slot.parameter.grad is slot.view]
+        return sum(bool(view.any()) for view in handed_out) > 1
+
+    # How buckets leave
+
+    def came_again(self, slot: Slot, current: Pass) -> None:
+        """More gradients than in the first pass; too late if the bucket has left, because it would be torn."""
+        if slot.is_sparse or (slot.bucket.number >= current.next_bucket and not slot.is_divided):
+            slot.expected = slot.fired
+            return
+        raise LateGradient(
+            f"{slot.name} received gradient {slot.fired} of this pass after it had left or was ready to; in the first "
+            f"pass that had any there were {slot.expected}. Its graph changes from step to step, and parts of it have "
+            f"backward passes of their own: use checkpoint(..., use_reentrant=False), or wrap it in sync.no_sync()"
+        )
+
+    def send_full(self, current: Pass) -> None:
+        """Send buckets in the agreed order, as far as they are full."""
+        buckets = self.layout.buckets
+        while current.next_bucket < len(buckets) and not buckets[current.next_bucket].missing:
+            buckets[current.next_bucket].place_small()
+            self.send(buckets[current.next_bucket], current)
+
+    def send_from(self, first: int, current: Pass) -> None:
+        """Send all buckets from this one on, with zeros for gradients that did not come."""
+        for bucket in self.layout.buckets[first:]:
+            if current.takes_part:
+                bucket.learn()
+                bucket.fill()
+            else:
+                bucket.clear()
+            self.send(bucket, current)
+
+    def send(self, bucket: Bucket, current: Pass) -> None:
+        """Let the next bucket leave."""
+        self.path.start(current.works[-1], bucket)
+        current.next_bucket += 1
+        current.produced += not current.failed
+        self.publish(current, Doing.FAILED if current.failed else Doing.BACKWARD)
+
+    def end_pass(self, current: Pass) -> None:
+        """All buckets of a pass have left: let its status follow."""
+        current.has_ended = True
+        self.path.end(current.works[-1], self.own_status(current))
+
+    def publish(self, current: Pass, doing: Doing) -> None:
+        """Say how far this rank is, for those who may have to explain why they wait."""
+        self.fabric.write_note((current.number, current.next_bucket, current.produced, doing))
+
+    def own_status(self, current: Pass) -> OwnStatus:
+        """What this rank has to say of a pass whose buckets have left."""
+        current.unfrozen = self.layout.unfrozen()
+        fingerprint = self.listener.fingerprint(current.number) if current.takes_part else NO_FINGERPRINT
+        own = OwnStatus(
+            current.number,
+            current.since_step,
+            current.failed or current.is_tainted,
+            current.late,
+            bool(current.unfrozen),
+            fingerprint.touched,
+            fingerprint.digest,
+        )
+        own.present = present_in(current.works[-1])
+        if self.path.has_residuals and self.layout.buckets and not self.sparse_are_finite(current):
+            own.nonfinite.add(self.layout.buckets[-1].number)  # residuals are kept before sparse gradients are averaged
+        return own
+
+    def sparse_are_finite(self, current: Pass) -> bool:
+        """Whether this rank's sparse gradients are finite."""
+        named = [(slot.name, slot.parameter.grad) for slot in self.layout.sparse if slot.parameter.grad is not None]
+        return not current.takes_part or not first_not_finite(named)
+
+    # At the end of backward
+
+    def send_the_rest(self) -> None:
+        """Send whatever has not left yet, and the status; once, though every nested pass has an end."""
+        current = self.current
+        if current is None or not current.synchronizes or not self.layout.is_made or current.has_ended:
+            return
+        try:
+            self.send_from(current.next_bucket, current)
+            self.end_pass(current)
+        except BaseException:
+            self.current = None
+            raise
+
+    def finish_backward(self) -> None:
+        """Wait until every gradient is the mean over ranks."""
+        current, self.current = self.current, None
+        if current is not None and current.synchronizes:
+            self.complete(current)
+        elif current is not None:
+            self.state = State.LOCAL
+
+    def backward_failed(self) -> None:
+        """An exception ended the backward pass: the others must not wait, and nobody may use this pass.
+
+        This is called while the exception is on its way to the caller, so nothing is waited for here. The gradients
+        are dropped, so that the next backward pass does not write into buckets that are still under way.
+        """
+        current, self.current = self.current, None
+        if current is None:
+            return
+        self.drop_gradients()
+        if not current.synchronizes:
+            self.is_tainted = True
+            self.state = State.LOCAL
+            return
+        current.failed = True
+        self.abandoned = current
+        self.state = State.ABANDONED
+        with suppress(SynclineError):
+            self.publish(current, Doing.FAILED)
+            if self.layout.is_made and not current.has_ended:
+                self.send_from(current.next_bucket, current)
+                self.end_pass(current)
+
+    def drop_gradients(self) -> None:
+        """The memory that they are in is not theirs any more."""
+        for slot in chain(self.layout.slots, self.layout.sparse):
+            slot.parameter.grad = None
+
+    # Passes
+
+    def synchronize(self, has_data: bool = True, late: bool = False) -> PassStatus | None:
+        """A pass without a backward: average what gradients there are, or take part without any.
+
+        The status of a pass that is still in flight is not known; None.
+        """
+        current = self.begin(True, has_data, late)
+        if self.layout.is_made:
+            self.send_from(0, current)
+            self.end_pass(current)
+        return self.complete(current)
+
+    def complete_abandoned(self) -> None:
+        """Finish with the others a pass that failed here."""
+        current, self.abandoned = self.abandoned, None
+        if current is not None:
+            self.complete(current)
+
+    def complete(self, current: Pass) -> PassStatus | None:
+        """Everything that ranks say to each other at the end of a pass."""
+        before, self.state = self.state, State.ARRIVING
+        self.depart(current)
+        status = None
+        if self.lags(current):
+            self.arrive_late()
+            self.in_flight = current
+        else:
+            status = self.arrive(current)
+            self.has_late_means = False
+        self.state = State.AT_HAND if current.has_data else before
+        self.listener.also_synchronize()
+        self.publish(current, Doing.ELSEWHERE)
+        return status
+
+    def lags(self, current: Pass) -> bool:
+        """Whether it is waited for only in the next pass."""
+        return self.config.lags_after is not None and current.number > self.config.lags_after
+
+    def depart(self, current: Pass) -> None:
+        """See that everything has left, also what was unfrozen in this pass."""
+        if not self.layout.is_made:
+            self.make_buckets_together(current)
+        if self.layout.frozen:
+            self.compare_unfrozen(current)
+        if current.unfrozen:
+            before = len(self.layout.buckets)
+            self.layout.adopt_unfrozen(current.unfrozen)
+            self.layout.turn_for(current.number)
+            current.works.append(self.path.begin(current.number, current.has_data))
+            self.send_from(before, current)
+            own = OwnStatus(current.number, current.since_step, current.failed or current.is_tainted)
+            own.present = present_in(current.works[-1])
+            self.path.end(current.works[-1], own)
+
+    def make_buckets_together(self, current: Pass) -> None:
+        """At the end of the first pass; ranks wait for each other here, and not in the first bucket."""
+        waited_from_ns = monotonic_ns()
+        with self.explaining(current):
+            self.layout.make_buckets(current.order)
+        self.layout.turn_for(current.number)
+        self.path.recorder.waited(waited_from_ns, monotonic_ns())
+        self.send_from(0, current)
+        self.end_pass(current)
+
+    def compare_unfrozen(self, current: Pass) -> None:
+        """If a rank has unfrozen something, see that all have unfrozen the same, before buckets are made for it."""
+        if current.has_compared or not self.path.waits_for_ranks:
+            return
+        current.has_compared = True
+        with self.explaining(current):
+            status = self.path.wait_for_status(current.works[0])
+        if status.unfrozen:
+            with self.staying_broken():
+                compare_unfrozen(self.control, current.unfrozen, current.number)
+
+    def arrive(self, current: Pass) -> PassStatus:
+        """Wait for a pass, in which the gradients that parameters have are where the means come to be."""
+        status = self.status_of(current, is_newest=True)
+        for slot in self.layout.sparse:
+            average_sparse(self.fabric, slot.parameter, current.takes_part)
+        if current.takes_part:
+            unused = current.unused_names()
+            for bucket in self.layout.buckets:
+                bucket.assign_grads(unused)
+            if status.is_good:
+                self.note_assigned(current)
+            self.is_tainted = self.is_tainted or status.failed
+        self.known_from = current.number
+        self.listener.pass_ended(status)
+        return status
+
+    def arrive_late(self) -> None:
+        """Wait for the pass that is in flight, if there is one, and give its gradients to the parameters."""
+        late, self.in_flight = self.in_flight, None
+        self.drop_gradients()
+        self.has_late_means = late is not None
+        if late is not None:
+            self.known_from = late.number + 1
+            self.listener.pass_ended(self.assign_late_grads(late))
+
+    def assign_late_grads(self, late: Pass | SavedPass) -> PassStatus:
+        """Wait for a pass whose memory parameters have left since, and give its gradients to them."""
+        if isinstance(late, SavedPass):
+            self.layout.turn_for(late.number)
+            self.layout.assign_saved_grads(late.gradients)
+            return late.status
+        status = self.status_of(late, self.is_newest(late))
+        self.layout.turn_for(late.number)
+        unused = late.unused_names()
+        for bucket in self.layout.buckets[: late.num_buckets]:
+            bucket.assign_all_grads(unused)
+        if late.has_data and status.is_good:
+            self.note_assigned(late)
+        return status
+
+    def note_assigned(self, current: Pass) -> None:
+        """Means are where they are used from now on."""
+        for work in current.works:
+            self.path.grads_assigned(work)
+
+    def status_of(self, current: Pass, is_newest: bool) -> PassStatus:
+        """The status of a pass that has arrived; `is_newest` if no other pass has begun since."""
+        with self.explaining(current):
+            first, *others = [self.path.wait(work) for work in current.works]
+        status = first
+        if others:
+            nonfinite = tuple(number for one in (first, *others) for number in one.nonfinite)
+            status = replace(first, nonfinite=nonfinite)
+        with self.staying_broken():
+            asks = current.since_step == UNSURE and is_newest
+            self.counter.compare(status.since_step, status.is_good, asks)
+        return status
+
+    def is_newest(self, one: Pass | SavedPass) -> bool:
+        """Whether no other pass has begun since."""
+        return one.number == self.passes
+
+    # What goes wrong between ranks
+
+    @contextmanager
+    def staying_broken(self) -> Iterator[None]:
+        """What ranks find out about each other here is said again whenever one wants to go on."""
+        try:
+            yield
+        except Desync as error:
+            self.failure = error
+            self.state = State.BROKEN
+            raise
+
+    def refuse_broken(self) -> None:
+        """Ranks that have come apart stay so."""
+        if self.state is State.BROKEN and self.failure is not None:
+            raise self.failure
+
+    @contextmanager
+    def explaining(self, current: Pass) -> Iterator[None]:
+        """Add to the error about a peer what is known of it and of the bucket; an interrupted pass ends for all."""
+        try:
+            yield
+        except Desync as error:
+            raise explain_desync(error, current.number, self.missing(current), self.layout.planned_names()) from None
+        except PeerError as error:
+            if not self.path.waits_for_ranks:
+                raise
+            note = self.fabric.note_of(error.rank)
+            missing = self.missing(current)
+            raise explain(error, current.number, missing, self.layout.planned_names(), note) from None
+        except FabricError:
+            raise
+        except BaseException as error:
+            self.fabric.abort(f"was interrupted in pass {current.number} by {type(error).__name__}")
+            raise
+
+    def missing(self, current: Pass) -> int:
+        """Number of the first bucket of a pass that has not arrived."""
+        return next((self.path.first_missing(work) for work in current.works if not work.is_complete), 0)
+
+    # To be saved and restored
+
+    def state_dict(self) -> dict[str, Any]:
+        """The buckets, the number of passes, and the means of a pass that is in flight, which are waited for."""
+        return self.layout.state_dict() | {
+            "passes": self.passes,
+            "good_passes": self.path.good_passes,
+            "in_flight": self.saved_pass(),
+        }
+
+    def saved_pass(self) -> dict[str, Any] | None:
+        """What is in flight, waited for, as it can be saved."""
+        if isinstance(self.in_flight, Pass):
+            status = self.status_of(self.in_flight, self.is_newest(self.in_flight))
+            return SavedPass.of(self.in_flight, status).state_dict()
+        return self.in_flight.state_dict() if self.in_flight is not None else None
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from what was saved."""
+        self.passes = self.passes_before_step = saved["passes"]
+        self.path.good_passes = saved["good_passes"]
+        self.counter.begin()
+        in_flight = saved["in_flight"]
+        self.in_flight = SavedPass.restored(in_flight) if in_flight else None
+        self.layout.restore(saved)
+
+    # Around the optimizer's step
+
+    def before_step(self, late: bool = True) -> None:
+        """See that a step uses nothing but synchronized gradients, and that every rank has taken part in a pass.
+
+        It is `late` for that in the step itself, because others may have clipped what this rank is yet to get.
+        """
+        self.refuse_broken()
+        self.complete_abandoned()
+        if self.state is State.LOCAL or self.passes == self.passes_before_step:
+            self.synchronize(late=late)
+
+    def after_step(self) -> None:
+        """The optimizer has made its step."""
+        self.counter.begin()
+        self.backwards = 0
+        self.is_tainted = False
+        self.has_late_means = False
+        self.passes_before_step = self.passes
+        if self.state is State.AT_HAND:
+            self.state = State.IDLE
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """A step inside is none of the user's loop: what that has begun to accumulate, and its counts, stay."""
+        counts = self.backwards, self.passes_before_step, self.is_tainted and self.abandoned is None
+        state = self.state
+        own = [(slot.parameter, slot.parameter.grad) for slot in self.layout.slots] if state is State.LOCAL else []
+        yield
+        self.backwards, self.passes_before_step, self.is_tainted = counts
+        if state is State.LOCAL:
+            self.state = state
+        for parameter, gradient in own:
+            parameter.grad = gradient
+
+    def close(self) -> None:
+        """Stop watching."""
+        self.layout.close()
+        self.path.close()
+
+
+def present_in(work: PassWork) -> list[int]:
+    """Of every parameter in the buckets of a pass, whether this rank has a gradient of it."""
+    return [one for bucket_work in work.works for one in bucket_work.bucket.present]
