@@ -77,8 +77,8 @@ def test_an_engine_call_that_differs_is_refused_while_others_are_in_flight() -> 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("again", one_now_others_slow(range(20)))  # Gloo was left with half a message once in fifteen
-def test_closing_without_drain_ends_what_is_in_flight_and_what_waits(again: int) -> None:
-    left, *others = syncline.run(closes_in_flight, 3, "torch")
+def test_closing_without_drain_ends_what_is_in_flight_and_what_waits(tmp_path: Path, again: int) -> None:
+    left, *others = syncline.run(partial(closes_in_flight, folder=str(tmp_path)), 3, "torch")
     assert left[-1] == "FabricClosed"
     assert set(left) <= {"nothing", "FabricClosed"}
     for outcomes in others:
