@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 
+from support.patience import within
 from support.processes import ranks_left
 
 # Of tests with such a mark, because there is one set of emulated hosts, and one /dev/shm, which MPI uses.
@@ -106,7 +107,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def nothing_is_left_behind() -> Iterator[None]:
     """No rank, be it a process or a thread, outlives the test that started it."""
     yield
-    until = time.monotonic() + 3.0
+    until = time.monotonic() + within(3.0)
     while (left := [*ranks_left(), *threads_left()]) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left
