@@ -8,6 +8,7 @@ weights with `support.guarded.filled`.
 
 from __future__ import annotations
 
+import importlib
 import random
 import threading
 import time
@@ -101,6 +102,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for name, group in ONE_AT_A_TIME.items():
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(autouse=True)
+def no_fabric_of_process() -> Iterator[None]:
+    """`init`, and a `Sync` without a fabric, set that of this process; the next test does not find it."""
+    of_process = importlib.import_module("syncline.current")._of_process  # the package has a function of that name
+    of_process.clear()
+    yield
+    of_process.clear()
 
 
 @pytest.fixture(autouse=True)

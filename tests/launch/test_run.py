@@ -304,8 +304,9 @@ def test_a_rank_that_lives_is_seen() -> None:
 
 @over_processes
 def test_no_thread_is_left_in_this_process(fabric: str) -> None:
+    before = threading.enumerate()  # multiprocessing may have had reason for one that stays
     syncline.run(rank_and_process, 2, fabric)
-    assert threading.enumerate() == [threading.main_thread()]
+    assert set(threading.enumerate()) <= set(before)
 
 
 @over_processes
