@@ -34,7 +34,7 @@ from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
 from syncline.fabric.messages import MessageFabric
 
-LANDING_S = 1.0  # for calls of the engine that all ranks have begun, when a fabric is closed without waiting
+LANDING_S = 5.0  # for calls of the engine that all ranks have begun, when a fabric is closed without waiting
 BETWEEN_HOSTS_BYTES = 256 << 10  # of a segment: a slow link is kept busy while the owner of a slice adds
 
 
