@@ -187,14 +187,14 @@ def test_a_process_that_is_killed_in_a_call_is_lost(fabric: str, collective: str
 @pytest.mark.parametrize("collective", ALGORITHMS)
 def test_a_thread_that_stalls_in_any_round_is_named(collective: str) -> None:
     for number in rounds_of(collective):
-        setup = Threads(faults=[Stalls(rank=VICTIM, round=number)], deadlines=Deadlines(0.5))
+        setup = Threads(faults=[Stalls(rank=VICTIM, round=number)], deadlines=Deadlines(deadline_s := within(0.5)))
         outcomes = syncline.run(partial(call_twice, collective=collective), WORLD, setup)
-        assert_all_blame(survivors_of(dict(enumerate(outcomes))), PeerStalled, within_s=0.5 + within(SOON_S))
+        assert_all_blame(survivors_of(dict(enumerate(outcomes))), PeerStalled, deadline_s + within(SOON_S))
 
 
 @pytest.mark.parametrize("victim", range(5))
 def test_whoever_stalls_is_named_and_nobody_else(victim: int) -> None:
-    setup = Threads(faults=[Stalls(rank=victim, round=1)], deadlines=Deadlines(0.5))
+    setup = Threads(faults=[Stalls(rank=victim, round=1)], deadlines=Deadlines(within(0.5)))
     outcomes = syncline.run(partial(call_twice, collective="ring"), 5, setup)
     assert {outcome[0].culprit for rank, outcome in enumerate(outcomes) if rank != victim} == {victim}
 
@@ -205,8 +205,8 @@ def test_whoever_stalls_is_named_and_nobody_else(victim: int) -> None:
 def test_a_process_that_stalls_before_a_call_is_named(fabric: str, collective: str, tmp_path: Path) -> None:
     stall = partial(wait_for_reports, str(tmp_path), WORLD - 1)
     work = struck(stall, None, collective, tmp_path)
-    outcomes = dict(enumerate(syncline.run(work, WORLD, fabric, Deadlines(1.0))))
-    assert_all_blame(survivors_of(outcomes), PeerStalled, within_s=1.0 + within(SOON_S))
+    outcomes = dict(enumerate(syncline.run(work, WORLD, fabric, Deadlines(deadline_s := within(1.0)))))
+    assert_all_blame(survivors_of(outcomes), PeerStalled, deadline_s + within(SOON_S))
 
 
 @pytest.mark.sampled(3)
@@ -216,16 +216,16 @@ def test_a_process_that_stalls_before_a_call_is_named(fabric: str, collective: s
 def test_a_process_that_stalls_in_a_call_is_named(fabric: str, collective: str, tmp_path: Path) -> None:
     stall = partial(wait_for_reports, str(tmp_path), WORLD - 1)
     work = struck(stall, 1, collective, tmp_path)
-    outcomes = dict(enumerate(syncline.run(work, WORLD, fabric, Deadlines(1.0))))
-    assert_all_blame(survivors_of(outcomes), PeerStalled, within_s=1.0 + within(SOON_S))
+    outcomes = dict(enumerate(syncline.run(work, WORLD, fabric, Deadlines(deadline_s := within(1.0)))))
+    assert_all_blame(survivors_of(outcomes), PeerStalled, deadline_s + within(SOON_S))
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS))
 def test_a_process_that_is_stopped_is_named_and_removed(fabric: str) -> None:
-    started = time.monotonic()
+    started, deadlines = time.monotonic(), Deadlines(within(1.0))
     with pytest.raises(RankFailed) as caught:
-        syncline.run(partial(with_a_stopped_rank, victim=VICTIM, collective="ring"), WORLD, fabric, Deadlines(1.0))
+        syncline.run(partial(with_a_stopped_rank, victim=VICTIM, collective="ring"), WORLD, fabric, deadlines)
     assert time.monotonic() - started < within(20.0)
     found = {rank: (type(error), error.rank) for rank, error in caught.value.failures.items()}
     assert found.pop(VICTIM) == (ProcessStopped, VICTIM)
@@ -240,13 +240,13 @@ def test_a_thread_that_is_late_changes_nothing(collective: str) -> None:
     case = Case(collective, 400, torch.float32, "sum")
     numbers = rounds_of(collective)
     late = [SendsLate(rank=VICTIM, round=number, seconds=0.1) for number in numbers]
-    setup = Threads(faults=late, deadlines=Deadlines(1.5))
+    setup = Threads(faults=late, deadlines=PATIENT)
     for result in syncline.run(partial(reduce_whole_numbers, case=case), WORLD, setup):
         assert same_bits(result, closed_form("sum", WORLD, 400, torch.float32))
 
 
 def test_a_thread_that_is_late_is_waited_for() -> None:
-    setup = Threads(faults=[SendsLate(rank=0, round=0, seconds=0.3)], deadlines=Deadlines(5.0))
+    setup = Threads(faults=[SendsLate(rank=0, round=0, seconds=0.3)], deadlines=PATIENT)
     started = time.monotonic()
     syncline.run(partial(reduce_noise, case=Case("ring", 400, torch.float32, "sum")), WORLD, setup)
     assert time.monotonic() - started >= 0.3
@@ -257,7 +257,7 @@ def test_a_thread_that_is_late_is_waited_for() -> None:
 def test_a_process_that_is_late_changes_nothing(fabric: str) -> None:
     cases = [Case(collective, 400, torch.float32, "sum") for collective in with_engine(fabric, (*ALGORITHMS, "auto"))]
     work = partial(with_a_slow_rank, slow=VICTIM, seconds=0.15, cases=cases)
-    for results in syncline.run(work, WORLD, fabric, Deadlines(3.0)):
+    for results in syncline.run(work, WORLD, fabric, PATIENT):
         assert all(same_bits(result, closed_form("sum", WORLD, 400, torch.float32)) for result in results)
 
 

@@ -163,8 +163,8 @@ def test_a_thread_that_ends_breaks_only_its_own_subgroups(victim: int, tmp_path:
 def test_a_thread_that_stalls_breaks_only_its_own_subgroups(tmp_path: Path) -> None:
     strike = partial(wait_for_reports, str(tmp_path), 2)
     work = partial(members.go_on_without, victim=1, strike=strike, folder=str(tmp_path))
-    results = syncline.run(work, 3, "threads", Deadlines(0.3))
-    assert_only_its_own({rank: results[rank] for rank in (0, 2)}, 3, 1, "PeerStalled", 0.3 + within(SOON_S))
+    results = syncline.run(work, 3, "threads", Deadlines(deadline_s := within(0.3)))
+    assert_only_its_own({rank: results[rank] for rank in (0, 2)}, 3, 1, "PeerStalled", deadline_s + within(SOON_S))
 
 
 def test_scripted_faults_befall_the_same_rank_in_a_subgroup() -> None:

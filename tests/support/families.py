@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from support.patience import within
 from support.striking import wait_for_reports
 from syncline.errors import PeerError
 from syncline.fabric.base import Fabric
@@ -90,12 +91,9 @@ def close_a_sibling_only(fabric: Fabric) -> tuple[tuple[str, int | None, float],
 def make_and_close_siblings(fabric: Fabric, count: int) -> tuple[int, int]:
     """How many more descriptors and threads there are after so many siblings have come and gone."""
     use_siblings(fabric, 1)
-    before = resources()
+    before = at_rest()
     use_siblings(fabric, count)
-    until = time.monotonic() + 5.0
-    while resources() != before and time.monotonic() < until:
-        time.sleep(0.02)
-    return tuple(now - then for now, then in zip(resources(), before, strict=True))
+    return left_since(before)
 
 
 def use_siblings(fabric: Fabric, count: int) -> None:
@@ -110,6 +108,27 @@ def use_siblings(fabric: Fabric, count: int) -> None:
 def resources() -> tuple[int, int]:
     """Open descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def at_rest() -> tuple[int, int]:
+    """The fewest in a while: what was closed just now goes a little later."""
+    seen = [resources()]
+    until = time.monotonic() + within(0.3)
+    while time.monotonic() < until:
+        time.sleep(0.02)
+        seen.append(resources())
+    descriptors, threads = map(min, zip(*seen, strict=True))
+    return descriptors, threads
+
+
+def left_since(before: tuple[int, int]) -> tuple[int, int]:
+    """How many more there are; those that go late are given some time."""
+    until = time.monotonic() + within(5.0)
+    while True:
+        descriptors, threads = (max(now - then, 0) for now, then in zip(resources(), before, strict=True))
+        if not descriptors + threads or time.monotonic() > until:
+            return descriptors, threads
+        time.sleep(0.02)
 
 
 # Ending what is under way

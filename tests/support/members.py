@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from support.families import outcome_and_error, resources
+from support.families import at_rest, left_since, outcome_and_error
 from support.faulty import remove
 from support.striking import report_and_stay
 from syncline.collectives.schedule import Hosts
@@ -252,13 +252,9 @@ def close_with_the_parent(fabric: Fabric, drain: bool) -> list[How]:
 def make_and_close(fabric: Fabric, count: int) -> tuple[int, int, int]:
     """How many more descriptors and threads there are after so many have come and gone, and how many are remembered."""
     use_and_close(fabric, 1)
-    before = resources()
+    before = at_rest()
     use_and_close(fabric, count)
-    until = time.monotonic() + 5.0
-    while resources() != before and time.monotonic() < until:
-        time.sleep(0.02)
-    descriptors, threads = (now - then for now, then in zip(resources(), before, strict=True))
-    return descriptors, threads, len(fabric.siblings)
+    return *left_since(before), len(fabric.siblings)
 
 
 def use_and_close(fabric: Fabric, count: int) -> None:
