@@ -108,8 +108,8 @@ def use_subgroups_of_a_process_group(fabric: Fabric) -> list[float]:
 
 def hosts_among_members(fabric: Fabric, names: list[str]) -> list[Hosts]:
     """The hosts of each subgroup, and of a sibling of it, when ranks pretend to be on some."""
-    os.environ["SYNCLINE_HOST"] = names[fabric.rank]
-    if isinstance(fabric, TorchFabric):
+    if isinstance(fabric, TorchFabric):  # ranks that are threads would all be told the same, and so would later tests
+        os.environ["SYNCLINE_HOST"] = names[fabric.rank]
         fabric = fabric.sibling()
     return [
         group.hosts for _, parent in mine_of(fabric, [(4, 0, 1, 2), (3, 1)]) for group in (parent, parent.sibling())
