@@ -24,6 +24,7 @@ from hypothesis import HealthCheck, register_random, settings
 
 from support.patience import within
 from support.processes import ranks_left
+from syncline.launch import processes
 
 # Of tests with such a mark, because there is one set of emulated hosts, and one /dev/shm, which MPI uses.
 ONE_AT_A_TIME = {"needs_net": "hosts", "needs_mpi": "/dev/shm", "looks_at_shm": "/dev/shm"}
@@ -111,6 +112,12 @@ def no_fabric_of_process() -> Iterator[None]:
     of_process.clear()
     yield
     of_process.clear()
+
+
+@pytest.fixture(autouse=True)
+def others_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a rank of `run` has failed, the others have time to say what they know of it, on a busy machine too."""
+    monkeypatch.setattr(processes, "GRACE_S", min(within(processes.GRACE_S), 20.0))
 
 
 @pytest.fixture(autouse=True)
