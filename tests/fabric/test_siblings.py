@@ -60,6 +60,12 @@ def test_twenty_siblings_leave_no_descriptors_and_no_threads_behind(fabric: str)
     assert results == [(0, 0)] * 2
 
 
+def test_one_that_is_killed_while_a_sibling_is_made_is_named() -> None:
+    with pytest.raises(RankFailed, match="was ended by SIGKILL") as caught:
+        syncline.run(partial(families.lose_one_who_has_joined, victim=0), 3, "torch", PATIENT)
+    assert [found[:2] for found in caught.value.results.values()] == [("PeerLost", 0)] * 2
+
+
 # Closing
 
 

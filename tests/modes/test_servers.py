@@ -64,6 +64,27 @@ def test_nothing_changes_while_a_worker_reads_but_one_that_is_late_is_not_waited
     server.close()
 
 
+def test_a_worker_that_enters_after_a_push_has_what_all_began_with() -> None:
+    """So its first gradient is as stale as there were pushes; one that left and came again has read since."""
+    model = Line()
+    optimizer = SGD(model.parameters(), lr=RATE)
+    slots = [Slot(name, p, is_sparse=False) for name, p in model.named_parameters()]
+    server = Server(0, {0: slots}, [optimizer], [0, 1], Rules(inf, False, False, 0.5), shared=False, deadline_s=2.0)
+    began = [p.clone() for p in server.parameters.values()]
+    gradients = {slot.name: torch.ones(slot.parameter.numel()) for slot in slots}
+    server.enter(0)
+    server.stage(0, 0, lambda: dict(gradients))
+    assert server.commit(0, 1, good=True, groups=groups_of([optimizer])) == 0
+    server.enter(1)
+    assert equal([*server.workers[1].read.values()], began)
+    assert server.commit(1, 1, good=True, groups=groups_of([optimizer])) == 1
+    server.leave(1, comes_back=True)
+    server.enter(1)
+    assert not equal([*server.workers[1].read.values()], began)
+    assert server.commit(1, 2, good=True, groups=groups_of([optimizer])) == 0
+    server.close()
+
+
 class Lender:
     """A server's end of a link that lends until the times given."""
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from support.patience import within
-from support.striking import wait_for_reports
-from syncline.errors import PeerError
+from support.striking import be_killed, wait_for_reports
+from syncline.errors import JoinFailed, PeerError
 from syncline.fabric.base import Fabric
 
 # Siblings
@@ -103,6 +103,19 @@ def use_siblings(fabric: Fabric, count: int) -> None:
     for sibling in siblings:
         sibling.close()
     fabric.barrier()
+
+
+def lose_one_who_has_joined(fabric: Fabric, victim: int) -> tuple[str, int | None, float]:
+    """A rank is killed while a sibling is made, when the others have a connection to it, which fails."""
+    from syncline.fabric import torch as torch_module
+
+    def connection_fails(*_: object) -> None:
+        raise JoinFailed("not all have come: Gloo connectFullMesh failed with Connection closed by peer [127.0.0.1]")
+
+    if fabric.rank == victim:
+        be_killed()
+    torch_module.make_group = connection_fails
+    return outcome_and_error(fabric.sibling)
 
 
 def resources() -> tuple[int, int]:
