@@ -24,16 +24,17 @@ def main() -> None:
     torch.set_num_threads(1)
     shape = Shape(width=64, layers=2, heads=2, context=32)
     model = make_gpt(shape)
+    batches = Batches(standard_library(), shape.context, batch=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)  # it runs at the server, with these settings
     mode = "async:apart=true" if options.ahead is None else f"bounded:apart=true,ahead={options.ahead}"
     sync = syncline.Sync(model, optimizer, mode=mode)
+    until = fabric.broadcast(torch.tensor([time.time() + options.seconds], dtype=torch.float64)).item()
     if sync.serve():  # on the server this lasts until the workers have left
         return
 
-    batches = Batches(standard_library(), shape.context, batch=8)
     slow = fabric.rank == 0  # this worker computes three times as long as the others
-    started, steps = time.perf_counter(), 0
-    while time.perf_counter() - started < options.seconds:
+    steps = 0
+    while time.time() < until:  # at the same time everywhere, whoever began late
         loss = model.loss(batches.of(steps, fabric.rank))
         time.sleep(0.06 if slow else 0.02)  # stands for the computation of a larger model
         optimizer.zero_grad()

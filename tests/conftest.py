@@ -8,6 +8,7 @@ weights with `support.guarded.filled`.
 
 from __future__ import annotations
 
+import importlib
 import random
 import threading
 import time
@@ -21,7 +22,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, register_random, settings
 
+from support.patience import within
 from support.processes import ranks_left
+from syncline.launch import processes
 
 # Of tests with such a mark, because there is one set of emulated hosts, and one /dev/shm, which MPI uses.
 ONE_AT_A_TIME = {"needs_net": "hosts", "needs_mpi": "/dev/shm", "looks_at_shm": "/dev/shm"}
@@ -103,10 +106,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_fabric_of_process() -> Iterator[None]:
+    """`init`, and a `Sync` without a fabric, set that of this process; the next test does not find it."""
+    of_process = importlib.import_module("syncline.current")._of_process  # the package has a function of that name
+    of_process.clear()
+    yield
+    of_process.clear()
+
+
+@pytest.fixture(autouse=True)
+def others_are_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a rank of `run` has failed, the others have time to say what they know of it, on a busy machine too."""
+    monkeypatch.setattr(processes, "GRACE_S", min(within(processes.GRACE_S), 20.0))
+
+
+@pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     """No rank, be it a process or a thread, outlives the test that started it."""
     yield
-    until = time.monotonic() + 3.0
+    until = time.monotonic() + within(3.0)
     while (left := [*ranks_left(), *threads_left()]) and time.monotonic() < until:
         time.sleep(0.01)
     assert not left

@@ -14,6 +14,7 @@ import syncline
 from support import crossing
 from support.catalogue import one_now_others_slow
 from support.crossing import RATES, Moved, slopes_of
+from support.patience import within
 from support.striking import be_killed
 from syncline import Deadlines
 from syncline.codecs.registry import codec_of
@@ -206,11 +207,11 @@ def test_all_ranks_name_the_one_that_died(victim: int) -> None:
         syncline.run(
             partial(crossing.move, codec="topk:0.1", collective="hierarchical"),
             5,
-            Threads(host_sizes=[2, 3], faults=faults, deadlines=Deadlines(10.0)),
+            Threads(host_sizes=[2, 3], faults=faults, deadlines=Deadlines(20.0)),
         )
     assert {getattr(e, "rank", victim) for e in caught.value.failures.values()} == {victim}
     assert len(caught.value.failures) == 5
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < within(5.0)
 
 
 @pytest.mark.timeout(120)
@@ -219,11 +220,11 @@ def test_all_ranks_name_the_one_that_died(victim: int) -> None:
 def test_all_ranks_name_the_one_that_was_killed(fabric: str, victim: int, tmp_path: Path) -> None:
     work = partial(crossing.move_with_a_victim, victim=victim, strike=be_killed, folder=str(tmp_path))
     with pytest.raises(RankFailed, match="was ended by SIGKILL") as caught:
-        syncline.run(work, 4, fabric, Deadlines(10.0))
+        syncline.run(work, 4, fabric, Deadlines(20.0))
     assert list(caught.value.failures) == [victim]
     for kind, culprit, seconds in caught.value.results.values():
         assert (kind, culprit) == ("PeerLost", victim)
-        assert seconds < 5.0
+        assert seconds < within(5.0)
 
 
 @pytest.mark.parametrize("fabric", one_now_others_slow(["torch", "shm"]))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import syncline
+from support.patience import within
 from support.reducing import rearranged, rotate
 from support.references import (
     closed_form,
@@ -118,7 +119,7 @@ def test_a_send_can_be_awaited_before_a_receive() -> None:
         receiving.wait()
         return arriving.item()
 
-    deadlines = syncline.Deadlines(1.0)
+    deadlines = syncline.Deadlines(within(1.0))
     assert syncline.run(exchange, ranks=2, fabric="threads", deadlines=deadlines) == [1.0, 0.0]
 
 

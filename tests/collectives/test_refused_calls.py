@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import syncline
+from support.patience import within
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.threads import Threads
 
@@ -37,7 +38,7 @@ def test_the_impossible_is_refused_before_anything_is_sent(name: str) -> None:
                 call(fabric)
         return fabric.all_reduce(torch.tensor([1.0])).item()
 
-    deadlines = syncline.Deadlines(1.0)
+    deadlines = syncline.Deadlines(within(1.0))
     assert syncline.run(refuse_on_one_rank, ranks=2, fabric="threads", deadlines=deadlines) == [2.0, 2.0]
 
 

@@ -10,6 +10,7 @@ import pytest
 import syncline
 from support.catalogue import FABRICS, PROCESS_FABRICS, one_now_others_slow
 from support.forking import calls_in_a_child, children_that_end, training_in_a_child
+from support.patience import within
 from support.replicas import same
 from support.scripts import run_script
 from syncline import Deadlines
@@ -22,7 +23,7 @@ everywhere = pytest.mark.parametrize("fabric", FABRICS)
 def assert_refused(found: dict[str, tuple[str, float]], quiet: tuple[str, ...]) -> None:
     for name, (error, seconds) in found.items():
         assert error == ("nothing" if name in quiet else "FabricClosed"), name
-        assert seconds < 2.0, name
+        assert seconds < within(2.0), name
 
 
 @everywhere

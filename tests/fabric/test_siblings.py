@@ -11,6 +11,7 @@ import syncline
 from support import families, notes
 from support.catalogue import FABRICS, PROCESS_FABRICS, one_now_others_slow
 from support.families import Ended
+from support.patience import within
 from syncline import Deadlines
 from syncline.errors import ConfigError, RankFailed
 from syncline.fabric.base import NO_NOTE
@@ -59,6 +60,12 @@ def test_twenty_siblings_leave_no_descriptors_and_no_threads_behind(fabric: str)
     assert results == [(0, 0)] * 2
 
 
+def test_one_that_is_killed_while_a_sibling_is_made_is_named() -> None:
+    with pytest.raises(RankFailed, match="was ended by SIGKILL") as caught:
+        syncline.run(partial(families.lose_one_who_has_joined, victim=0), 3, "torch", PATIENT)
+    assert [found[:2] for found in caught.value.results.values()] == [("PeerLost", 0)] * 2
+
+
 # Closing
 
 
@@ -75,8 +82,8 @@ def closed(fabric: str, world: int, closes: int, start: tuple[int, ...], folder:
 def assert_gave_up(ended: Ended) -> None:
     """The rank that closed knows that it was itself, at once."""
     assert [kind in {"FabricClosed", "PeerAborted"} for kind, _, _ in ended.calls] == [True] * 2, ended
-    assert max(seconds for _, _, seconds in ended.calls) < 1.0
-    assert ended.closing_s < SOON_S
+    assert max(seconds for _, _, seconds in ended.calls) < within(1.0)
+    assert ended.closing_s < within(SOON_S)
 
 
 @everywhere
@@ -87,7 +94,7 @@ def test_closing_without_patience_ends_what_this_rank_has_under_way(fabric: str,
     ((kind, culprit, seconds),) = results[1 - closes].calls
     assert kind in {"PeerLost", "PeerAborted"}
     assert culprit == closes
-    assert seconds < SOON_S
+    assert seconds < within(SOON_S)
 
 
 @everywhere
@@ -96,7 +103,7 @@ def test_closing_without_patience_wakes_those_who_wait(fabric: str, closes: int,
     for kind, culprit, seconds in closed(fabric, 2, closes, (1 - closes,), tmp_path)[1 - closes].calls:
         assert kind in {"PeerLost", "PeerAborted"}
         assert culprit == closes
-        assert seconds < SOON_S
+        assert seconds < within(SOON_S)
 
 
 @pytest.mark.sampled(1)
@@ -111,7 +118,7 @@ def test_closing_without_patience_ends_a_call_that_all_but_one_have_begun(
     for kind, culprit, seconds in results[1 - closes].calls:
         assert kind in {"PeerLost", "PeerAborted", "PeerStalled"}
         assert culprit in {closes, 2}
-        assert seconds < DEADLINE_S + SOON_S
+        assert seconds < DEADLINE_S + within(SOON_S)
 
 
 # Notes
@@ -120,7 +127,7 @@ def test_closing_without_patience_ends_a_call_that_all_but_one_have_begun(
 @everywhere
 def test_every_rank_reads_the_notes_of_all(fabric: str) -> None:
     for nothing, first, second, of_sibling in syncline.run(
-        partial(notes.exchange_notes, within_s=4.0), 3, fabric, PATIENT
+        partial(notes.exchange_notes, within_s=15.0), 3, fabric, PATIENT
     ):
         assert nothing == of_sibling == [NO_NOTE] * 3
         assert first == [notes.note_for(rank, 1) for rank in range(3)]
@@ -148,7 +155,7 @@ def test_the_note_of_a_stopped_rank_can_be_read(fabric: str, victim: int, tmp_pa
     assert len(caught.value.results) == 2
     for state, note, seconds in caught.value.results.values():
         assert (state, note) == ("T", (7, 8, 9, 10))
-        assert seconds < 1.0
+        assert seconds < within(1.0)
 
 
 # Times

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -34,16 +32,6 @@ from syncline.fabric.hosts import digest, group_by_host, host_key
 from syncline.fabric.torch import TorchFabric
 
 COLLECTIVES = (*ALGORITHMS, "auto", "engine")
-
-
-@pytest.fixture
-def no_fabric_of_process() -> Iterator[None]:
-    """`init` sets the fabric of this process; here it is forgotten again."""
-    of_process = importlib.import_module("syncline.current")._of_process
-    before = of_process[:]
-    of_process.clear()
-    yield
-    of_process[:] = before
 
 
 # The engine, and real sizes
@@ -77,8 +65,8 @@ def test_an_engine_call_that_differs_is_refused_while_others_are_in_flight() -> 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("again", one_now_others_slow(range(20)))  # Gloo was left with half a message once in fifteen
-def test_closing_without_drain_ends_what_is_in_flight_and_what_waits(again: int) -> None:
-    left, *others = syncline.run(closes_in_flight, 3, "torch")
+def test_closing_without_drain_ends_what_is_in_flight_and_what_waits(tmp_path: Path, again: int) -> None:
+    left, *others = syncline.run(partial(closes_in_flight, folder=str(tmp_path)), 3, "torch")
     assert left[-1] == "FabricClosed"
     assert set(left) <= {"nothing", "FabricClosed"}
     for outcomes in others:
@@ -161,7 +149,6 @@ def test_a_fabric_needs_a_process_group() -> None:
 # init
 
 
-@pytest.mark.usefixtures("no_fabric_of_process")
 def test_outside_torchrun_init_is_a_world_of_one_that_works() -> None:
     fabric = syncline.init()
     assert (fabric.rank, fabric.world, fabric.hosts) == (0, 1, ((0,),))

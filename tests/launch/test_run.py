@@ -20,6 +20,7 @@ import torch
 import syncline
 from support import TESTS
 from support.catalogue import FABRICS, PROCESS_FABRICS, one_now_others_slow
+from support.patience import within
 from support.processes import in_session, process_table, ranks_left, session_ends
 from support.starting import (
     CannotTravel,
@@ -193,7 +194,7 @@ def test_the_others_are_stopped_even_if_they_do_not_listen(fabric: str) -> None:
     started = time.monotonic()
     with pytest.raises(RankFailed, match="one of four") as caught:
         syncline.run(partial(fail_while_others_sleep, rank=3, seconds=60.0), 4, fabric)
-    assert time.monotonic() - started < 20.0
+    assert time.monotonic() - started < within(20.0)
     assert list(caught.value.failures) == [3]
     assert ranks_left() == []
 
@@ -209,7 +210,7 @@ def failed_with_stopped_ranks(tmp_path: Path, victims: list[int], fabric: str, k
     ) as caught:
         syncline.run(work, 3, fabric, syncline.Deadlines(2.0), keep_going)
     last = max(float(report.read_text()) for report in tmp_path.iterdir())
-    assert time.monotonic() - last < processes.GRACE_S + processes.ENDING_S
+    assert time.monotonic() - last < within(processes.GRACE_S + processes.ENDING_S)
     assert ranks_left() == []
     assert [rank for rank, error in caught.value.failures.items() if type(error) is ProcessStopped] == victims
     assert caught.value.results == ({} if meet else {rank: rank for rank in range(3) if rank not in victims})
@@ -303,8 +304,9 @@ def test_a_rank_that_lives_is_seen() -> None:
 
 @over_processes
 def test_no_thread_is_left_in_this_process(fabric: str) -> None:
+    before = threading.enumerate()  # multiprocessing may have had reason for one that stays
     syncline.run(rank_and_process, 2, fabric)
-    assert threading.enumerate() == [threading.main_thread()]
+    assert set(threading.enumerate()) <= set(before)
 
 
 @over_processes

@@ -19,6 +19,7 @@ import syncline
 from support import TESTS
 from support.catalogue import one_now_others_slow
 from support.on_a_line import RATE, START, slope_of
+from support.patience import within
 from support.replaced import (
     Replaced,
     Report,
@@ -203,7 +204,7 @@ def test_one_that_comes_when_all_servers_have_ended_is_told(fabric: str, tmp_pat
     assert set(failed.value.failures) == {2}
     assert isinstance(failed.value.failures[2], JoinFailed)
     assert "rank 0 did not let it in: it has no door for newcomers: it has ended" in str(failed.value.failures[2])
-    assert max(failed.value.results.values()) < 3.0  # nobody waited for it
+    assert max(failed.value.results.values()) < within(3.0)  # nobody waited for it
 
 
 def test_a_newcomer_goes_on_from_the_servers_and_not_from_a_checkpoint(tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_one_that_has_knocked_and_is_gone_is_found_out_at_once(doors: ShmDoors) 
         began = time.monotonic()
         with pytest.raises(JoinFailed, match="rank 1 has knocked, and is gone"):
             door.let_in(knock)
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < within(1.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")

@@ -14,6 +14,7 @@ import torch
 import syncline
 from support.catalogue import one_now_others_slow
 from support.on_a_line import RATE, START, Descent, slope_of
+from support.patience import within
 from support.replaced import Replaced, assert_replaced
 from support.served import LOCKSTEP, How, with_nan
 from support.struck import HALTS, MOMENTS, Halt, Strike, halt_a_server, lose_a_server, survive
@@ -65,7 +66,7 @@ def assert_survivors(mode: str, strike: Strike, fabric: str, world: int = 3) -> 
         slopes = full * sum(map(slope_of, range(world))) / world + (steps - full) * sum(map(slope_of, rest)) / len(rest)
     for place, took_s in failed.value.results.values():
         torch.testing.assert_close(place, torch.full((3,), START - RATE * slopes))
-        assert took_s < 3 * DEADLINES.operation
+        assert took_s < within(3 * DEADLINES.operation)
     return failed.value.results
 
 
@@ -74,7 +75,7 @@ def assert_survivors(mode: str, strike: Strike, fabric: str, world: int = 3) -> 
 @pytest.mark.parametrize("fabric", ["shm", "torch"])
 def test_a_worker_that_is_killed_is_not_missed(fabric: str, moment: str) -> None:
     found = assert_survivors(LOCKSTEP, Strike(2, moment), fabric)
-    assert max(took_s for _, took_s in found.values()) < DEADLINES.operation
+    assert max(took_s for _, took_s in found.values()) < within(DEADLINES.operation)
 
 
 @pytest.mark.usefixtures("nothing_open")
@@ -112,7 +113,7 @@ def assert_all_workers_name(victim: int, work: Callable, ranks: int, fabric: str
 @pytest.mark.parametrize(("mode", "victim"), LOST)
 def test_all_workers_are_told_of_a_server_that_is_lost(fabric: str, mode: str, victim: int) -> None:
     work = partial(lose_a_server, mode=mode, victim=victim)
-    assert_all_workers_name(victim, work, 3, fabric, within_s=DEADLINES.operation)
+    assert_all_workers_name(victim, work, 3, fabric, within_s=within(DEADLINES.operation))
 
 
 HALTED = [("async:apart=true", 3), ("async", 0), ("bounded:ahead=1,servers=2", 1), (f"{LOCKSTEP},servers=2", 1)]
@@ -128,7 +129,7 @@ def test_all_workers_are_told_of_a_server_that_is_stopped(
 ) -> None:
     mode, victim = case
     work = partial(halt_a_server, mode=mode, halt=Halt(victim, moment, str(tmp_path)))
-    assert_all_workers_name(victim, work, 4, fabric, within_s=DEADLINES.operation + 1.0)
+    assert_all_workers_name(victim, work, 4, fabric, within_s=DEADLINES.operation + within(1.0))
 
 
 @pytest.mark.sampled(2)
@@ -175,13 +176,13 @@ def strike_a_worker(draw: random.Random, fabric: str, folder: Path) -> None:
 def lose_any_server(draw: random.Random, fabric: str, folder: Path) -> None:
     mode, victim = draw.choice(LOST)
     work = partial(lose_a_server, mode=mode, victim=victim)
-    assert_all_workers_name(victim, work, 3, fabric, within_s=DEADLINES.operation)
+    assert_all_workers_name(victim, work, 3, fabric, within_s=within(DEADLINES.operation))
 
 
 def stop_any_server(draw: random.Random, fabric: str, folder: Path) -> None:
     mode, victim = draw.choice(HALTED)
     work = partial(halt_a_server, mode=mode, halt=Halt(victim, draw.choice(HALTS), str(folder)))
-    assert_all_workers_name(victim, work, 4, fabric, within_s=DEADLINES.operation + 1.0)
+    assert_all_workers_name(victim, work, 4, fabric, within_s=DEADLINES.operation + within(1.0))
 
 
 def replace_a_worker(draw: random.Random, fabric: str, folder: Path) -> None:

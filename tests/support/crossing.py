@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import syncline
-from support.families import outcome_and_error, resources
+from support.families import at_rest, left_since, outcome_and_error
 from support.striking import report_and_stay
 from syncline.tracing import quality
 
@@ -155,13 +154,10 @@ def move_with_a_victim(
 def make_and_close(fabric: syncline.Fabric) -> tuple[int, int]:
     """How many more descriptors and threads there are after three more have come and gone."""
     train_and_close(fabric)
-    before = resources()
+    before = at_rest()
     for _ in range(3):
         train_and_close(fabric)
-    until = time.monotonic() + 5.0
-    while resources() != before and time.monotonic() < until:
-        time.sleep(0.02)
-    return tuple(now - then for now, then in zip(resources(), before, strict=True))
+    return left_since(before)
 
 
 def train_and_close(fabric: syncline.Fabric) -> None:

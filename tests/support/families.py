@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from support.striking import wait_for_reports
-from syncline.errors import PeerError
+from support.patience import within
+from support.striking import be_killed, wait_for_reports
+from syncline.errors import JoinFailed, PeerError
 from syncline.fabric.base import Fabric
 
 # Siblings
@@ -90,12 +91,9 @@ def close_a_sibling_only(fabric: Fabric) -> tuple[tuple[str, int | None, float],
 def make_and_close_siblings(fabric: Fabric, count: int) -> tuple[int, int]:
     """How many more descriptors and threads there are after so many siblings have come and gone."""
     use_siblings(fabric, 1)
-    before = resources()
+    before = at_rest()
     use_siblings(fabric, count)
-    until = time.monotonic() + 5.0
-    while resources() != before and time.monotonic() < until:
-        time.sleep(0.02)
-    return tuple(now - then for now, then in zip(resources(), before, strict=True))
+    return left_since(before)
 
 
 def use_siblings(fabric: Fabric, count: int) -> None:
@@ -107,9 +105,43 @@ def use_siblings(fabric: Fabric, count: int) -> None:
     fabric.barrier()
 
 
+def lose_one_who_has_joined(fabric: Fabric, victim: int) -> tuple[str, int | None, float]:
+    """A rank is killed while a sibling is made, when the others have a connection to it, which fails."""
+    from syncline.fabric import torch as torch_module
+
+    def connection_fails(*_: object) -> None:
+        raise JoinFailed("not all have come: Gloo connectFullMesh failed with Connection closed by peer [127.0.0.1]")
+
+    if fabric.rank == victim:
+        be_killed()
+    torch_module.make_group = connection_fails
+    return outcome_and_error(fabric.sibling)
+
+
 def resources() -> tuple[int, int]:
     """Open descriptors and threads of this process."""
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def at_rest() -> tuple[int, int]:
+    """The fewest in a while: what was closed just now goes a little later."""
+    seen = [resources()]
+    until = time.monotonic() + within(0.3)
+    while time.monotonic() < until:
+        time.sleep(0.02)
+        seen.append(resources())
+    descriptors, threads = map(min, zip(*seen, strict=True))
+    return descriptors, threads
+
+
+def left_since(before: tuple[int, int]) -> tuple[int, int]:
+    """How many more there are; those that go late are given some time."""
+    until = time.monotonic() + within(5.0)
+    while True:
+        descriptors, threads = (max(now - then, 0) for now, then in zip(resources(), before, strict=True))
+        if not descriptors + threads or time.monotonic() > until:
+            return descriptors, threads
+        time.sleep(0.02)
 
 
 # Ending what is under way

@@ -13,6 +13,8 @@ from torch import Tensor
 import syncline
 from support.outcomes import outcome_of
 from support.references import noise, whole_numbers
+from support.telling import tell, wait_for
+from syncline.fabric.base import Handle
 
 # Collectives
 
@@ -137,15 +139,23 @@ def differs_in_the_middle(fabric: syncline.Fabric, odd: int) -> list[str]:
     return [f"{kind} {total:g}" for kind, total in zip(kinds, sums, strict=True)]
 
 
-def closes_in_flight(fabric: syncline.Fabric) -> list[str]:
-    """Rank 0 leaves without waiting; what the calls of the others come to."""
+def closes_in_flight(fabric: syncline.Fabric, folder: str) -> list[str]:
+    """Rank 0 leaves without waiting; what the calls of the others come to.
+
+    Rank 2 makes the last one when rank 0 has left, however long that takes, so it is never among those that ended.
+    """
+
+    def begin(calls: int) -> list[Handle]:
+        return [fabric.all_reduce_async(torch.ones(3_000_000), collective="engine") for _ in range(calls)]
+
     fabric.barrier()
+    handles = begin(5)
+    if fabric.rank == 2:
+        wait_for(folder, "closed")
+    handles += begin(1)
     if fabric.rank == 0:
-        handle = fabric.all_reduce_async(torch.ones(3_000_000), collective="engine")
-        others = [fabric.all_reduce_async(torch.ones(3_000_000), collective="engine") for _ in range(5)]
         fabric.close(drain=False)
-        return [outcome_of(each.wait).kind for each in (handle, *others)]
-    handles = [fabric.all_reduce_async(torch.ones(3_000_000), collective="engine") for _ in range(6)]
+        tell(folder, "closed")
     return [outcome_of(handle.wait).kind for handle in handles]
 
 

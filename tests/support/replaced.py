@@ -18,13 +18,13 @@ from torch.optim import SGD
 import syncline
 from support.on_a_line import RATE, START, Line, slope_of
 from support.outcomes import Outcome, outcome_of
+from support.telling import PATIENCE_S, tell, wait_for
 from syncline.errors import FabricError
 from syncline.modes.serving.client import Client
 from syncline.modes.serving.clock import Read
 from syncline.modes.serving.link import FabricLink, Message
 from syncline.modes.serving.server import Server, Update
 
-PATIENCE_S = 40.0
 SMALL_BUCKETS = {"first_bucket_bytes": 16, "bucket_bytes": 64}
 
 
@@ -38,20 +38,6 @@ def give_up() -> None:
 
 
 ENDS: dict[str, Callable[[], None]] = {"killed": die, "exits": partial(os._exit, 3), "fails": give_up}
-
-
-# Files, by which ranks tell each other how far they are
-
-
-def tell(folder: str, what: str) -> None:
-    Path(folder, what).touch()
-
-
-def wait_for(folder: str, *what: str) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not all(Path(folder, one).exists() for one in what):
-        assert time.monotonic() < until, f"{what} did not come"
-        time.sleep(0.005)
 
 
 # What servers and workers have

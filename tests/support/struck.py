@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.optim import SGD
 
@@ -17,6 +18,7 @@ import syncline
 from support.on_a_line import RATE, Line, slope_of
 from support.outcomes import Outcome, outcome_of
 from support.striking import strike_before
+from support.telling import PATIENCE_S
 from syncline.modes.serving import client as client_module
 from syncline.modes.serving.attendant import Attendant
 from syncline.modes.serving.server import Server
@@ -39,16 +41,21 @@ class Strike:
 
     def arm(self) -> None:
         """In the process of the victim, before the optimizer's step."""
-        if self.moment == "waiting":
-            threading.Timer(0.4, self.now).start()
         if self.moment == "reading":
             client_module.write = lambda *_: self.now()
+
+    def befall(self, process: int, server: Server) -> None:
+        """From the rank that serves, when the victim waits for it; return when the server is aware of what it can."""
+        assert server.wait(lambda: self.victim in server.round, PATIENCE_S)
+        os.kill(process, signal.SIGSTOP if self.stops else signal.SIGKILL)
+        assert self.stops or server.wait(lambda: self.victim not in server.workers, PATIENCE_S)
 
 
 def survive(fabric: syncline.Fabric, mode: str, strike: Strike, steps: int) -> tuple[Tensor, float]:
     """Constant gradients, and a worker that is struck; where the others end, and how long it took."""
     model = Line()
     optimizer = SGD(model.parameters(), lr=RATE)
+    processes = fabric.all_gather(torch.tensor([os.getpid()])).flatten().tolist()
     sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
     began = time.monotonic()
     if not sync.serve():
@@ -57,8 +64,8 @@ def survive(fabric: syncline.Fabric, mode: str, strike: Strike, steps: int) -> t
             optimizer.zero_grad()
             if is_due and fabric.rank == strike.victim and strike.moment == "computing":
                 strike.now()
-            if is_due and fabric.rank != strike.victim and strike.moment == "waiting":
-                time.sleep(1.0)
+            if is_due and strike.moment == "waiting" and sync.driver.server is not None:
+                strike.befall(processes[strike.victim], sync.driver.server)
             model(slope_of(fabric.rank)).backward()
             if is_due and fabric.rank == strike.victim:
                 if strike.moment == "before commit":

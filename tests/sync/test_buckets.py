@@ -122,5 +122,5 @@ def test_a_gradient_is_sent_once_in_a_step(name: str) -> None:
 
 @pytest.mark.parametrize("fabric", ["threads", *PROCESS_FABRICS])
 def test_one_is_closed_and_another_made_many_times(fabric: str) -> None:
-    ranks = syncline.run(partial(make_one_after_the_other, count=20), 2, fabric, syncline.Deadlines(5.0, join=5.0))
+    ranks = syncline.run(partial(make_one_after_the_other, count=20), 2, fabric, syncline.Deadlines(20.0, join=20.0))
     assert all(same_bits(weight, ranks[0][0]) for weights in ranks for weight in weights)

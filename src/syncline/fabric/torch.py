@@ -36,7 +36,7 @@ from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
 from syncline.fabric.messages import MessageFabric
 
-LANDING_S = 1.0  # for calls of the engine that all ranks have begun, when a fabric is closed without waiting
+LANDING_S = 5.0  # for calls of the engine that all ranks have begun, when a fabric is closed without waiting
 BETWEEN_HOSTS_BYTES = 256 << 10  # of a segment: a slow link is kept busy while the owner of a slice adds
 
 
@@ -210,8 +210,16 @@ class TorchFabric(MessageFabric):
         in_world = dist.get_process_group_ranks(self.group)
         members = [in_world[rank] for rank in ranks]
         name = f"{self.group.group_name}/{self.nonce:x}/{kind} of {ranks}"
-        patience = timedelta(seconds=self.deadlines.join)
-        return make_group(self.group.get_group_store(), name, members, ranks.index(self.rank), self.backend, patience)
+        patience, started = timedelta(seconds=self.deadlines.join), time.monotonic()
+        store, rank = self.group.get_group_store(), ranks.index(self.rank)
+        try:
+            return make_group(store, name, members, rank, self.backend, patience)
+        except JoinFailed as error:
+            if "by peer" not in str(error):  # which has closed or reset its connection: it was there, and is gone
+                raise
+            keeper = ranks.index(self.inquest.keeper) if self.inquest.keeper in ranks else None
+            inquest = UnmadeInquest(PrefixStore(f"{name}/", store), rank, len(ranks), keeper)
+            raise inquest.hold(None, "lost", f"the making of {kind}", time.monotonic() - started) from error
 
     def _let_land(self) -> None:
         """Wait a moment for calls of the engine: all ranks have begun them, so they end unless a rank is in trouble.
@@ -236,6 +244,23 @@ class TorchFabric(MessageFabric):
         if self.owns_group and group in _world.pg_map:  # whichever thread closes it first, if the user has not
             dist.destroy_process_group(None if group is dist.group.WORLD else group)
         self.owns_group = False
+
+
+class UnmadeInquest(Inquest):
+    """Of a group that could not be made here, though perhaps elsewhere: its store is there, its connections are not."""
+
+    def __init__(self, store: Store, rank: int, world: int, keeper: int | None) -> None:
+        def find_group() -> dist.ProcessGroup:
+            raise FabricClosed("the group was not made")
+
+        super().__init__(find_group, rank, world, keeper)
+        self.store = store
+
+    def _store(self) -> Store:
+        return PrefixStore("syncline/inquest", self.store)
+
+    def give_up_connections(self) -> None:
+        """They are closed."""
 
 
 def keeper_of_store(group: dist.ProcessGroup) -> int | None:

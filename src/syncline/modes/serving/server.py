@@ -99,6 +99,9 @@ class Server:
         self.snapshot: dict[str, Any] = {}
         self.lent: dict[int, int] = {}  # workers that read in place, and until when nothing changes for them
         self.changed = threading.Condition()
+        self.beginning = set(self.workers)  # those that have not entered yet; they have what the server begins with
+        for worker in self.beginning:
+            self.read(worker)
 
     # What workers ask for
 
@@ -233,6 +236,7 @@ class Server:
             (self.away.add if comes_back else self.away.discard)(worker)
             self.clock.drop(worker)
             self.workers.pop(worker, None)
+            self.beginning.discard(worker)
             self.round.pop(worker, None)
             self.finish_round()
             self.finish_meeting()
@@ -243,8 +247,10 @@ class Server:
         with self.changed:
             clock = self.clock.enter(worker)
             self.away.discard(worker)
-            self.workers[worker] = Worker()
-            self.read(worker)
+            if worker not in self.beginning:
+                self.workers[worker] = Worker()
+                self.read(worker)
+            self.beginning.discard(worker)
             return clock
 
     def expect(self, worker: int) -> None:
