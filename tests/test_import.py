@@ -137,6 +137,7 @@ FORBIDDEN = {
     "sync.py": {"bench", "cli"},
     "integrations": {"buckets", "pipeline", "sync", "launch", "bench", "cli"},
     "batch_norm.py": {"buckets", "sync", "launch", "bench", "cli"},
+    "lab": {"buckets", "pipeline", "modes", "sync", "integrations", "workloads", "bench", "cli"},
     "workloads": {"fabric", "buckets", "sync", "launch", "current", "bench", "cli"},
     "__init__.py": {"bench", "cli", "workloads"},
     "bench": {"cli"},

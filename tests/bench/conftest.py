@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from syncline.bench import hosts
+from syncline.lab import hosts
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from syncline.bench.codecs import MEASURED, CodecSpeed, check_answers, some_para
 from syncline.bench.collectives import Results, Row
 from syncline.bench.contenders import CONTENDERS, NEEDS
 from syncline.bench.convergence import compare_codecs
-from syncline.bench.hosts import hosts, why_not
+from syncline.lab.hosts import hosts, why_not
 from syncline.bench.overhead import measure_overhead
 from syncline.bench.plot import write_convergence_plot, write_plot
 from syncline.bench.tasks import DigitClassifier

@@ -8,8 +8,8 @@ import os
 import pytest
 from typer.testing import CliRunner
 
-from syncline.bench.hosts import why_not
-from syncline.bench.link import peak_bytes_per_s
+from syncline.lab.hosts import why_not
+from syncline.lab.links import peak_bytes_per_s
 from syncline.bench.plot_modes import write_straggler_plot
 from syncline.bench.stragglers import Outcome, Pace
 from syncline.cli.main import app

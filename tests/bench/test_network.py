@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from syncline.bench.hosts import OnHosts, hosts, locked_within, why_not
-from syncline.bench.link import sent_by
+from syncline.lab.hosts import OnHosts, hosts, locked_within, why_not
+from syncline.lab.links import sent_by
 from syncline.bench.network import RATES, rows_of, verdict
 from syncline.bench.network_rank import Figures
 from syncline.cli.bench_network import network_table
@@ -142,7 +142,7 @@ def failing(fabric) -> None:
 def test_ranks_run_on_hosts_and_their_errors_come_back(monkeypatch):
     needs_hosts()
     with hosts(2, "1gbit"):
-        monkeypatch.setattr("syncline.bench.hosts.PATIENCE_S", 0.0)
+        monkeypatch.setattr("syncline.lab.hosts.PATIENCE_S", 0.0)
         with pytest.raises(ConfigError, match="in use by another run"), hosts(2, "1gbit"):
             pass
         assert all(0 < sent < 100_000 for _, sent in run_processes(sent_here, 2, OnHosts()))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from syncline.bench.hosts import Hosts, hosts
+from syncline.lab.hosts import Hosts, hosts
 
 STREAMING = "diloco:every=32,fragments=8,delay=3,merge=0.5"
 METHODS: tuple[str, ...] = (

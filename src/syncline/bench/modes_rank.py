@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncline
-from syncline.bench.link import LinkWatch, peak_bytes_per_s
+from syncline.lab.links import LinkWatch, peak_bytes_per_s
 from syncline.workloads.gpt import SHAPES, make_gpt, next_byte_loss
 from syncline.workloads.text import Batches, standard_library
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from syncline.bench.hosts import OnHosts, hosts
+from syncline.lab.hosts import OnHosts, hosts
 from syncline.bench.network_rank import HOOKS, Figures, train
 from syncline.codecs.registry import codec_of
 from syncline.errors import UnknownName

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from syncline.bench.hosts import DEVICE
-from syncline.bench.link import sent_by
+from syncline.lab.hosts import DEVICE
+from syncline.lab.links import sent_by
 from syncline.bench.side_by_side import Stopwatch
 from syncline.fabric.base import Fabric
 from syncline.sync import Sync
