@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from syncline.bench.metering import Meter, cleanest
 from syncline.buckets.heap import keep_freed_memory
 from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Part, Place, State
@@ -61,6 +63,7 @@ class CodecSpeed:
     dense_bytes_per_element: float
     nbytes: int
     positions: str = ""  # how those of chosen entries were written
+    busy_elsewhere: float = 0.0  # cores that other processes took
 
     @property
     def compute_s(self) -> float:
@@ -96,7 +99,7 @@ def measure_codecs(
     speeds = []
     for text in MEASURED:
         tell(text)
-        ours, theirs = time_codec(codec_of(text), nbytes // 4, world, repeats, seed)
+        (ours, theirs), busy = cleanest(partial(time_codec, codec_of(text), nbytes // 4, world, repeats, seed), Meter())
         encode, decode, twin_encode, twin_decode = *ours.medians(), *theirs.medians()
         gigabytes = nbytes / 1e9
         speeds.append(
@@ -110,6 +113,7 @@ def measure_codecs(
                 8 * (world - 1) / world,
                 nbytes,
                 ours.positions,
+                busy,
             )
         )
     torch.set_num_threads(threads_before)
