@@ -29,7 +29,7 @@ class AllReduce:
     buffer: Array
     rank: int
     world: int
-    call: Callable[[], None]  # sums the buffer over ranks, in place
+    call: Callable[[], object]  # sums the buffer over ranks, in place
     barrier: Callable[[], None]
     exact: bool = True  # False where nothing is summed: the machine's limit
 

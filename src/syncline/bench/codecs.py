@@ -100,22 +100,10 @@ def measure_codecs(
     for text in MEASURED:
         tell(text)
         (ours, theirs), busy = cleanest(partial(time_codec, codec_of(text), nbytes // 4, world, repeats, seed), Meter())
-        encode, decode, twin_encode, twin_decode = *ours.medians(), *theirs.medians()
-        gigabytes = nbytes / 1e9
-        speeds.append(
-            CodecSpeed(
-                text,
-                gigabytes / encode,
-                gigabytes / decode,
-                gigabytes / twin_encode,
-                gigabytes / twin_decode,
-                ours.wire / (nbytes // 4),
-                8 * (world - 1) / world,
-                nbytes,
-                ours.positions,
-                busy,
-            )
-        )
+        ours_in, ours_out, theirs_in, theirs_out = (nbytes / 1e9 / s for s in (*ours.medians(), *theirs.medians()))
+        wire, dense = ours.wire / (nbytes // 4), 8 * (world - 1) / world
+        speed = ours_in, ours_out, theirs_in, theirs_out, wire, dense
+        speeds.append(CodecSpeed(text, *speed, nbytes, ours.positions, busy))
     torch.set_num_threads(threads_before)
     return speeds
 

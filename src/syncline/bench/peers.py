@@ -31,74 +31,52 @@ Times = dict[int, list[float]]  # bytes -> seconds per call, one for each repeat
 MPI_LIMIT_S = 600.0
 
 
-def slowest(by_rank: Sequence[Times]) -> Times:
-    """The slowest rank of each repeat."""
+def on_ranks(
+    ranks: int,
+    sizes: Sequence[int],
+    repeats: int,
+    time_sizes: Callable[[Fabric, Sequence[int], int], Times],
+    fabric: str,
+) -> Times:
+    """Time all sizes on local ranks; of each repeat the slowest rank counts."""
+    by_rank = run(partial(time_sizes, sizes=sizes, repeats=repeats), ranks, fabric)
     return {
         size: [max(times) for times in zip(*(of_rank[size] for of_rank in by_rank), strict=True)] for size in by_rank[0]
     }
 
 
-def shared_memory(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """Ours, with buffers that peers reach in place."""
-    return slowest(run(partial(time_shared, sizes=sizes, repeats=repeats), ranks, "shm"))
-
-
-def private_memory(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """Ours, with tensors that must be staged."""
-    return slowest(run(partial(time_private, sizes=sizes, repeats=repeats), ranks, "shm"))
-
-
-def limit(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """The same reads and writes by the same number of processes, without any synchronization."""
-    return slowest(run(partial(time_limit, sizes=sizes, repeats=repeats), ranks, "shm"))
-
-
-def gloo(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """torch.distributed with Gloo."""
-    return slowest(run(partial(time_gloo, sizes=sizes, repeats=repeats), ranks, "torch"))
-
-
 def time_shared(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
-    """On one rank."""
+    """On one rank: ours, with buffers that peers reach in place."""
     return {size: time_tensor(fabric, fabric.buffer(size // 4), fabric.all_reduce, repeats) for size in sizes}
 
 
 def time_private(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
-    """On one rank."""
+    """On one rank: ours, with tensors that must be staged."""
     return {size: time_tensor(fabric, torch.zeros(size // 4), fabric.all_reduce, repeats) for size in sizes}
 
 
 def time_gloo(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
-    """On one rank, with nothing of ours around the call."""
+    """On one rank: torch.distributed with Gloo, with nothing of ours around the call."""
     return {size: time_tensor(fabric, torch.zeros(size // 4), dist.all_reduce, repeats) for size in sizes}
 
 
 def time_limit(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
-    """On one rank."""
+    """On one rank: the same reads and writes by the same number of processes, without any synchronization."""
     assert isinstance(fabric, ShmFabric)
     group = fabric.group
 
     def unsynchronized(tensor: torch.Tensor) -> None:
         group.unsynchronized_all_reduce(tensor.data_ptr(), tensor.numel(), DTYPE_CODES[tensor.dtype], OP_CODES["sum"])
 
-    times: Times = {}
-    for size in sizes:
-        times[size] = time_tensor(fabric, fabric.buffer(size // 4), unsynchronized, repeats, exact=False)
-    return times
+    return {size: time_tensor(fabric, fabric.buffer(size // 4), unsynchronized, repeats, False) for size in sizes}
 
 
 def time_tensor(
     fabric: Fabric, tensor: torch.Tensor, call: Callable[[torch.Tensor], object], repeats: int, exact: bool = True
 ) -> list[float]:
     """One size of one contender on one rank."""
-    contender = AllReduce(
-        tensor.numpy(), fabric.rank, fabric.world, lambda: void(call(tensor)), fabric.barrier, exact=exact
-    )
-    return measure(contender, repeats)
-
-
-def void(_: object) -> None:
-    """Forget a result."""
+    work = AllReduce(tensor.numpy(), fabric.rank, fabric.world, partial(call, tensor), fabric.barrier, exact=exact)
+    return measure(work, repeats)
 
 
 def open_mpi(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
@@ -143,12 +121,12 @@ def time_mpi(command: list[str], environment: dict[str, str], ranks: int, sizes:
 
 
 CONTENDERS: dict[str, Callable[[int, Sequence[int], int], Times]] = {
-    "syncline": shared_memory,
-    "syncline private": private_memory,
-    "gloo": gloo,
+    "syncline": partial(on_ranks, time_sizes=time_shared, fabric="shm"),
+    "syncline private": partial(on_ranks, time_sizes=time_private, fabric="shm"),
+    "gloo": partial(on_ranks, time_sizes=time_gloo, fabric="torch"),
     "open mpi": open_mpi,
     "mpich": mpich,
-    "limit": limit,
+    "limit": partial(on_ranks, time_sizes=time_limit, fabric="shm"),
 }
 NEEDS = {"open mpi": "mpirun.openmpi", "mpich": "mpiexec.mpich"}
 
