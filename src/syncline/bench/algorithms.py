@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from syncline.bench.calls import AllReduce, pattern, verify
 from syncline.bench.metering import Meter, cleanest
 from syncline.bench.timing import most_of_ranks, seconds_of
 from syncline.collectives.registry import ALGORITHMS
-from syncline.errors import SynclineError
 from syncline.fabric.base import Fabric
 from syncline.launch import run
 
@@ -51,12 +52,16 @@ def compare_algorithms(ranks: int, nbytes: int, repeats: int) -> list[Measured]:
 def time_calls(fabric: Fabric, names: Sequence[str], numel: int, repeats: int) -> dict[str, list[float]]:
     """On one rank: the seconds of each call on the slowest. The first turn warms up and is not counted."""
     bucket = fabric.buffer(numel)
+    checked = {
+        name: AllReduce(bucket.numpy(), fabric.rank, fabric.world, partial(call, fabric, bucket, name), fabric.barrier)
+        for name in names
+    }
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(repeats + 1):
-        for name in names:
-            write_input(bucket, fabric.rank, turn)
-            seconds[name].append(seconds_of(fabric, partial(call, fabric, bucket, name)))
-            check_answer(bucket, fabric.world, turn, name)
+        for name, one in checked.items():
+            np.copyto(one.buffer, pattern(numel, fabric.rank, turn))
+            seconds[name].append(seconds_of(fabric, one.call))
+            verify(one, turn)
     return {name: most_of_ranks(fabric, taken[1:]) for name, taken in seconds.items()}
 
 
@@ -66,19 +71,3 @@ def call(fabric: Fabric, bucket: torch.Tensor, name: str) -> None:
         dist.all_reduce(bucket)
     else:
         fabric.all_reduce(bucket, collective=name)
-
-
-# Small whole numbers, so that every order of additions gives the exact sum. Element i of rank r is (i % 97) + r + turn.
-
-
-def write_input(bucket: torch.Tensor, rank: int, turn: int) -> None:
-    """Different on every rank and in every turn."""
-    torch.arange(bucket.numel(), out=bucket).remainder_(97).add_(rank + turn)
-
-
-def check_answer(bucket: torch.Tensor, world: int, turn: int, name: str) -> None:
-    """The closed form, for every element."""
-    exact = torch.arange(bucket.numel(), dtype=bucket.dtype).remainder_(97)
-    exact.mul_(world).add_(world * (world - 1) // 2 + world * turn)
-    if not torch.equal(bucket, exact):
-        raise SynclineError(f"{name} gave a wrong sum over {world} ranks, so its time means nothing")

@@ -46,6 +46,8 @@ WEIGHED = ("ddp", "syncline", "syncline over gloo", "syncline topk")  # whose pe
 STEPS = 4  # of a turn, the first of which does not count
 MOST_DIFFERENCE = 1e-3  # of weights, relative
 
+RankTimes = tuple[dict[str, list[Metered[float]]], dict[str, float]]
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -72,12 +74,12 @@ def compare_training(workload: str, names: Sequence[str] = TIMED, repeats: int =
     by_rank = run(
         partial(time_training, workload=workload, names=names, repeats=repeats, meter=Meter()), ranks=2, fabric="torch"
     )
-    taken = by_rank[0].turns
+    taken, _ = by_rank[0]
     steps = {name: [turn.value for turn in turns] for name, turns in taken.items()}
     times = [
         replace(
             step_time(WORKLOADS[workload]().title, name, steps[name], steps["alone"], steps["ddp"]),
-            guard_share=max(one.guard_shares[name] for one in by_rank),
+            guard_share=max(guards[name] for _, guards in by_rank),
             busy_elsewhere=mean(turn.busy_elsewhere for turn in turns),
         )
         for name, turns in taken.items()
@@ -86,16 +88,8 @@ def compare_training(workload: str, names: Sequence[str] = TIMED, repeats: int =
     return [one for one in times if not one.contender.startswith("ddp,") or one is best]
 
 
-@dataclass(frozen=True)
-class RankTimes:
-    """What one rank saw: the seconds of each turn's median step, and what the guard says that it took of a step."""
-
-    turns: Mapping[str, list[Metered[float]]]
-    guard_shares: Mapping[str, float]
-
-
 def time_training(fabric: Fabric, workload: str, names: Sequence[str], repeats: int, meter: Meter) -> RankTimes:
-    """On one rank."""
+    """On one rank: the median step of each turn, and what the guard says that it took of a step."""
     assert isinstance(fabric, TorchFabric)
     shared = share_memory(fabric)
     trainers = {name: Trainer(WORKLOADS[workload](), attach_to(name, shared), fabric) for name in names}
@@ -107,7 +101,7 @@ def time_training(fabric: Fabric, workload: str, names: Sequence[str], repeats: 
     guards = {name: guard_share(trainer, taken[name]) for name, trainer in trainers.items()}
     for trainer in trainers.values():
         trainer.close()
-    return RankTimes(taken, guards)
+    return taken, guards
 
 
 def attach_to(name: str, shared: Fabric) -> Attach:
