@@ -28,7 +28,7 @@ MIXED = [
     row("ddp", 1000),
     row("ddp", 800, 2),
     row("ddp fp16", 500),
-    row("hook int8", 790, 4),
+    row("hook topk:0.01", 790, 4),
     row("syncline none", 2000),
     row("syncline int8", 1920, busy_elsewhere=0.5),
     row("syncline onebit", 1000),
@@ -44,7 +44,7 @@ def test_compression_is_judged_by_the_same_trainer_without_it_each_at_its_best()
     assert {name: pays(one, best) for name, one in best.items()} == {
         "ddp": None,
         "ddp fp16": True,
-        "hook int8": False,  # faster than DDP at its default, and not than DDP at its best
+        "hook topk:0.01": False,  # faster than DDP at its default, and not than DDP at its best
         "syncline none": None,
         "syncline int8": False,  # 4 % is noise
         "syncline onebit": True,  # no faster than DDP, and twice as fast as none
@@ -55,8 +55,8 @@ def test_compression_is_judged_by_the_same_trainer_without_it_each_at_its_best()
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        (MIXED, "1gbit: compression does not pay with hook int8, syncline int8"),
-        ([row("ddp", 1000), row("ddp fp16", 1000), row("hook int8", 1300)], "1gbit: no compression pays"),
+        (MIXED, "1gbit: compression does not pay with hook topk:0.01, syncline int8"),
+        ([row("ddp", 1000), row("ddp fp16", 1000), row("hook topk:0.01", 1300)], "1gbit: no compression pays"),
         ([row("ddp", 1000), row("ddp fp16", 500)], "1gbit: all compression pays"),
         ([row("syncline int8", 1)], "1gbit: there is no compression to judge, or nothing to compare it with"),
     ],
@@ -89,10 +89,12 @@ def test_the_table_has_default_and_best_on_a_terminal_and_marks_what_was_disturb
     monkeypatch.setattr(tables, "Console", lambda **_: console)
     bench_network.show_rate(MIXED, "any")
     shown = console.file.getvalue()
-    lines = {line.split("  ")[0].strip(): line.split() for line in shown.splitlines() if " ms " in line}
-    assert lines["ddp"] == ["ddp", "1000", "ms", "1.00", "2", "MB", "800", "ms", "1.25", "12.35", "MB", "4.500"]
-    assert lines["hook int8"] == ["hook", "int8", "4", "MB", "790", "ms", "1.27", "12.35", "MB", "4.500", "no"]
+    lines = {line.split("  ")[0].strip(): line.split() for line in shown.splitlines() if " MB " in line}
+    assert lines["ddp"] == ["ddp", "1000", "1.00", "2", "MB", "800", "1.25", "12.35", "MB", "4.500"]
+    assert lines["hook topk:0.01"] == ["hook", "topk:0.01", "4", "MB", "790", "1.27", "12.35", "MB", "4.500", "no"]
     assert lines["int8 *"][-1] == "no"
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "at the best. Compression pays" in " ".join(shown.split())
     assert "* other processes took more than 0.1 of a core" in shown.replace("\n", " ")
 
 
@@ -129,7 +131,7 @@ def test_what_is_measured_by_default():
 def test_lists_are_read():
     assert list_buckets("25mb, 4MB,1MiB,512kb") == [25 * MIB, 4 * MIB, MIB, MIB // 2]
     assert list_rates("10gbit,1.5gbit,100mbit") == ["10gbit", "1.5gbit", "100mbit"]
-    assert split_list("ddp, hook int8 ,ddp", "--methods") == ["ddp", "hook int8"]
+    assert split_list("ddp, hook topk:0.01 ,ddp", "--methods") == ["ddp", "hook topk:0.01"]
 
 
 @pytest.mark.parametrize(

@@ -92,10 +92,10 @@ def show_rate(rows: Sequence[NetworkRow], title: str) -> None:
             "": lambda row: marked(
                 row.method.removeprefix("syncline "), max(row.busy_elsewhere, default(row).busy_elsewhere)
             ),
-            "default": lambda row: f"{default(row).step_ms:.0f} ms" if row.method in usual else None,
+            "default\nms": lambda row: f"{default(row).step_ms:.0f}" if row.method in usual else None,
             "× DDP": lambda row: f"{default(row).ratio_to_ddp:.2f}" if row.method in usual else None,
             "best": lambda row: row.bucket_bytes and format_bucket(row.bucket_bytes),
-            "step": lambda row: f"{row.step_ms:.0f} ms",
+            "step\nms": lambda row: f"{row.step_ms:.0f}",
             "× DDP ": lambda row: f"{row.ratio_to_ddp:.2f}",
             "sent": lambda row: format_bytes(row.bytes_out_per_host),
             "loss": lambda row: f"{row.loss:.3f}",
