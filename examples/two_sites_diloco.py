@@ -10,7 +10,7 @@ To try it on one machine, with two processes for the sites:
 
 Or, as root, on two hosts that are emulated with a link of 100 Mbit/s:
 
-    python -c "from syncline.bench.hosts import hosts
+    python -c "from syncline.lab.hosts import hosts
     with hosts(2, '100mbit') as made:
         print(made.run(['python', 'examples/two_sites_diloco.py'], port=29400, limit_s=600))"
 

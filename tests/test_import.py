@@ -139,6 +139,7 @@ FORBIDDEN = {
     "sync.py": {"integrations", "bench", "cli"},
     "integrations": {"reducer", "modes", "sync", "launch", "bench", "cli"},
     "batch_norm.py": {"path", "reducer", "sync", "launch", "bench", "cli"},
+    "lab": {"path", "reducer", "modes", "sync", "integrations", "workloads", "bench", "cli"},
     "workloads": {"fabric", "path", *ABOVE_PATH},
     "__init__.py": {"bench", "cli", "workloads"},
     "bench": {"cli"},

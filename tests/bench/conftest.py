@@ -1,14 +1,7 @@
-"""What tests of benchmarks share: there is one set of emulated hosts on a machine, whoever tests there."""
+"""Tests here may need emulated hosts."""
 
 from __future__ import annotations
 
-import pytest
+from support.emulated_hosts import patience
 
-from syncline.bench import hosts
-
-
-@pytest.fixture(autouse=True)
-def patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests that need the hosts wait until those of another clone are done with them."""
-    if request.node.get_closest_marker("needs_net"):
-        monkeypatch.setattr(hosts, "PATIENCE_S", 45.0)
+__all__ = ["patience"]

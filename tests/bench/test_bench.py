@@ -6,25 +6,23 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from syncline.bench.calls import AllReduce, measure, pattern
 from syncline.bench.codecs import MEASURED, CodecSpeed, check_answers, some_parameters, time_codec, uneven
 from syncline.bench.collectives import Results, Row
-from syncline.bench.contenders import CONTENDERS, NEEDS
 from syncline.bench.convergence import compare_codecs
-from syncline.bench.hosts import hosts, why_not
 from syncline.bench.overhead import measure_overhead
+from syncline.bench.peers import CONTENDERS, NEEDS
 from syncline.bench.plot import write_convergence_plot, write_plot
 from syncline.bench.tasks import DigitClassifier
-from syncline.bench.timing import Contender, measure, pattern
-from syncline.bench.training import NAMES, check_weights, compare_training, error_of_median, step_time, turn_time
+from syncline.bench.training import check_weights, compare_training, step_time
 from syncline.cli.main import app
+from syncline.cli.tables import data_of
 from syncline.codecs.registry import codec_of
 from syncline.errors import SynclineError
 
@@ -48,9 +46,9 @@ def test_every_contender_is_measured_and_right(name):
     assert all(len(seconds) == 2 for seconds in times.values())
 
 
-def alone(call) -> Contender:
+def alone(call) -> AllReduce:
     buffer = np.zeros(1000, np.float32)
-    return Contender(buffer, 0, 1, lambda: call(buffer), lambda: None)
+    return AllReduce(buffer, 0, 1, lambda: call(buffer), lambda: None)
 
 
 def test_a_wrong_answer_stops_the_benchmark():
@@ -131,7 +129,7 @@ def test_a_training_that_diverges_is_a_row_without_a_loss(monkeypatch, tmp_path)
     monkeypatch.setattr(DigitClassifier, "learning_rate", 1e20)
     rows = compare_codecs(["digits"], [], 1, 40, 2, lambda _: None, fabric="threads")
     assert rows[0].has_diverged
-    assert rows[0].as_data()["loss"] is None
+    assert data_of(rows[0])["loss"] is None
     assert len(rows[0].curve) == 40
     write_convergence_plot(rows, tmp_path / "plot.html")
     assert "handwritten digits" in (tmp_path / "plot.html").read_text()
@@ -148,7 +146,9 @@ def test_the_learning_rate_is_the_one_that_was_asked_for():
 
 def test_training_is_measured_and_its_weights_are_compared():
     times = {one.contender: one for one in compare_training("many small", repeats=2)}
-    assert list(times) == list(NAMES)
+    shown = [name for name in times if not name.startswith("ddp, ")]  # which is DDP at its best, if that is another
+    assert shown == ["alone", "ddp", "syncline", "syncline unguarded", "syncline over gloo"]
+    assert len(times) <= len(shown) + 1
     assert times["alone"].added_s == 0
     assert times["ddp"].faster_than_ddp == 1
     assert all(0 < one.median_s < 10 for one in times.values())
@@ -197,22 +197,11 @@ def test_parameters_of_a_bucket_lie_one_after_the_other(numel):
     assert (len(parts) > 8) == (numel >= 100)  # matrices, and not the end alone
 
 
-def test_a_step_is_over_when_the_slower_rank_has_made_it_and_a_turn_has_the_median_of_them():
-    assert turn_time([[1.0, 2.0, 9.0], [3.0, 1.0, 1.0]]) == 3.0
-
-
 def test_steps_are_compared_turn_by_turn():
     """The second turn was slow for all; what is added is 1 s in each."""
     time = step_time("any", "mine", [2.0, 11.0, 3.0], alone=[1.0, 10.0, 2.0], ddp=[4.0, 22.0, 6.0])
     assert (time.median_s, time.added_s, time.added_share, time.faster_than_ddp) == (3.0, 1.0, 0.5, 2.0)
     assert time.added_error_s == 0.0
-
-
-def test_the_error_of_a_median_is_how_much_medians_differ():
-    draws = torch.randn(2000, 101, generator=torch.Generator().manual_seed(1))
-    spread = float(draws.median(1).values.std())
-    guessed = [error_of_median(draw.tolist()) for draw in draws]
-    assert sum(guessed) / len(guessed) == pytest.approx(spread, rel=0.1)
 
 
 def test_contenders_with_other_weights_are_refused():
@@ -225,18 +214,3 @@ def test_what_sync_costs_in_a_world_of_one_is_measured():
     overhead = measure_overhead(repeats=1)
     assert 0 < overhead.plain_s < 5
     assert -0.9 < overhead.bucketed < 50
-
-
-@pytest.mark.needs_net
-@pytest.mark.timeout(120)
-def test_hosts_are_made_limited_and_removed():
-    if (reason := why_not()) and not os.environ.get("SYNCLINE_REQUIRE_ALL"):
-        pytest.skip(reason)
-    with hosts(2, "100mbit") as made:
-        told = made.run(
-            [sys.executable, "-c", "import os; print(os.environ['RANK'], os.environ['WORLD_SIZE'])"], 29_500, 60
-        )
-        assert told.split() == ["0", "2"]
-        with pytest.raises(SynclineError, match="no such thing"):
-            made.run([sys.executable, "-c", "raise SystemExit('no such thing')"], 29_500, 60)
-    assert "slhost" not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout

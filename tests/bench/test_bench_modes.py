@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 
 import pytest
 from typer.testing import CliRunner
 
-from syncline.bench.hosts import why_not
-from syncline.bench.link import peak_bytes_per_s
+from support.emulated_hosts import needs_hosts
 from syncline.bench.plot_modes import write_straggler_plot
 from syncline.bench.stragglers import Outcome, Pace
 from syncline.cli.main import app
@@ -70,19 +68,6 @@ def test_the_time_to_a_loss_is_between_two_snapshots():
     assert one.seconds_to(1.9) is None
 
 
-@pytest.mark.parametrize(("window_s", "expected"), [(0.1, 5000), (0.2, 3000), (1.0, 600)])
-def test_the_peak_is_that_of_the_fullest_window(window_s, expected):
-    # 500 bytes in the window from 0.5 s to 0.6 s, 100 in the one before, nothing else
-    sent = [0, 0, 0, 0, 0, 100, 600, 600, 600, 600, 600]
-    samples = [(tenth / 10, count) for tenth, count in enumerate(sent)]
-    assert peak_bytes_per_s(samples, window_s - 1e-6) == pytest.approx(expected)
-
-
-def test_an_idle_link_and_a_short_look_have_no_peak():
-    assert peak_bytes_per_s([(0.0, 7), (1.0, 7)], 0.1) == 0
-    assert peak_bytes_per_s([(0.0, 0), (0.05, 7)], 0.1) == 0
-
-
 def test_the_plot_needs_nothing_else(tmp_path):
     page = tmp_path / "plot.html"
     write_straggler_plot([outcome("sync", (0.0, 5.0)), outcome("async", (0.0, 5.0))], page)
@@ -109,8 +94,7 @@ def test_only_modes_without_a_bound_leave_a_slow_worker_behind():
 @pytest.mark.needs_net
 @pytest.mark.timeout(240)
 def test_modes_are_compared_over_a_slow_network():
-    if (reason := why_not()) and not os.environ.get("SYNCLINE_REQUIRE_ALL"):
-        pytest.skip(reason)
+    needs_hosts()
     ddp, local = call("modes", "--hosts", "2", "--steps", "8", "--methods", "local:every=4")
     assert (ddp["method"], ddp["times_ddp"], ddp["more_loss"]) == ("ddp", 1.0, 0.0)
     assert local["times_ddp"] > 1

@@ -7,17 +7,19 @@ over repeats.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from syncline.bench.calls import AllReduce, pattern, verify
+from syncline.bench.metering import Meter, cleanest
+from syncline.bench.timing import most_of_ranks, seconds_of
 from syncline.collectives.registry import ALGORITHMS
-from syncline.errors import SynclineError
 from syncline.fabric.base import Fabric
 from syncline.launch import run
 
@@ -32,34 +34,35 @@ class Measured:
     median_s: float
     fastest_s: float
     ratio: float  # to the engine's median; below 1 is faster
+    busy_elsewhere: float  # cores that other processes took
 
 
 def compare_algorithms(ranks: int, nbytes: int, repeats: int) -> list[Measured]:
     """Measure every algorithm and the engine, `repeats` times each."""
     names = [*ALGORITHMS, ENGINE]
-    by_rank = run(partial(take_turns, names=names, numel=nbytes // 4, repeats=repeats), ranks=ranks, fabric="torch")
-    slowest = {
-        name: [max(times) for times in zip(*(of_rank[name] for of_rank in by_rank), strict=True)] for name in names
-    }
+    work = partial(time_calls, names=names, numel=nbytes // 4, repeats=repeats)
+    by_rank, busy = cleanest(partial(run, work, ranks=ranks, fabric="torch"), Meter())
+    slowest = by_rank[0]
     engine_s = median(slowest[ENGINE])
-    return [Measured(name, median(times), min(times), median(times) / engine_s) for name, times in slowest.items()]
+    return [
+        Measured(name, median(times), min(times), median(times) / engine_s, busy) for name, times in slowest.items()
+    ]
 
 
-def take_turns(fabric: Fabric, names: Sequence[str], numel: int, repeats: int) -> dict[str, list[float]]:
-    """On one rank: the seconds of each call. The first turn warms up and is not counted."""
+def time_calls(fabric: Fabric, names: Sequence[str], numel: int, repeats: int) -> dict[str, list[float]]:
+    """On one rank: the seconds of each call on the slowest. The first turn warms up and is not counted."""
     bucket = fabric.buffer(numel)
+    checked = {
+        name: AllReduce(bucket.numpy(), fabric.rank, fabric.world, partial(call, fabric, bucket, name), fabric.barrier)
+        for name in names
+    }
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(repeats + 1):
-        for name in names:
-            write_input(bucket, fabric.rank, turn)
-            fabric.barrier()
-            started = time.perf_counter()
-            call(fabric, bucket, name)
-            took = time.perf_counter() - started
-            check_answer(bucket, fabric.world, turn, name)
-            if turn:
-                seconds[name].append(took)
-    return seconds
+        for name, one in checked.items():
+            np.copyto(one.buffer, pattern(numel, fabric.rank, turn))
+            seconds[name].append(seconds_of(fabric, one.call))
+            verify(one, turn)
+    return {name: most_of_ranks(fabric, taken[1:]) for name, taken in seconds.items()}
 
 
 def call(fabric: Fabric, bucket: torch.Tensor, name: str) -> None:
@@ -68,19 +71,3 @@ def call(fabric: Fabric, bucket: torch.Tensor, name: str) -> None:
         dist.all_reduce(bucket)
     else:
         fabric.all_reduce(bucket, collective=name)
-
-
-# Small whole numbers, so that every order of additions gives the exact sum. Element i of rank r is (i % 97) + r + turn.
-
-
-def write_input(bucket: torch.Tensor, rank: int, turn: int) -> None:
-    """Different on every rank and in every turn."""
-    torch.arange(bucket.numel(), out=bucket).remainder_(97).add_(rank + turn)
-
-
-def check_answer(bucket: torch.Tensor, world: int, turn: int, name: str) -> None:
-    """The closed form, for every element."""
-    exact = torch.arange(bucket.numel(), dtype=bucket.dtype).remainder_(97)
-    exact.mul_(world).add_(world * (world - 1) // 2 + world * turn)
-    if not torch.equal(bucket, exact):
-        raise SynclineError(f"{name} gave a wrong sum over {world} ranks, so its time means nothing")

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from syncline.bench.metering import Meter, cleanest
 from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.conversation import Gather, Question, answers_to
@@ -61,6 +63,7 @@ class CodecSpeed:
     dense_bytes_per_element: float
     nbytes: int
     positions: str = ""  # how those of chosen entries were written
+    busy_elsewhere: float = 0.0  # cores that other processes took
 
     @property
     def compute_s(self) -> float:
@@ -96,22 +99,11 @@ def measure_codecs(
     speeds = []
     for text in MEASURED:
         tell(text)
-        ours, theirs = time_codec(codec_of(text), nbytes // 4, world, repeats, seed)
-        encode, decode, twin_encode, twin_decode = *ours.medians(), *theirs.medians()
-        gigabytes = nbytes / 1e9
-        speeds.append(
-            CodecSpeed(
-                text,
-                gigabytes / encode,
-                gigabytes / decode,
-                gigabytes / twin_encode,
-                gigabytes / twin_decode,
-                ours.wire / (nbytes // 4),
-                8 * (world - 1) / world,
-                nbytes,
-                ours.positions,
-            )
-        )
+        (ours, theirs), busy = cleanest(partial(time_codec, codec_of(text), nbytes // 4, world, repeats, seed), Meter())
+        ours_in, ours_out, theirs_in, theirs_out = (nbytes / 1e9 / s for s in (*ours.medians(), *theirs.medians()))
+        wire, dense = ours.wire / (nbytes // 4), 8 * (world - 1) / world
+        speed = ours_in, ours_out, theirs_in, theirs_out, wire, dense
+        speeds.append(CodecSpeed(text, *speed, nbytes, ours.positions, busy))
     torch.set_num_threads(threads_before)
     return speeds
 

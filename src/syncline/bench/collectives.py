@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
 import syncline
-from syncline.bench.contenders import CONTENDERS
+from syncline.bench.metering import Meter, cleanest
+from syncline.bench.peers import CONTENDERS
 
 MPIS = ("open mpi", "mpich")
 
@@ -26,6 +28,7 @@ class Row:
     bytes: int
     median_s: float
     fastest_s: float
+    busy_elsewhere: float = 0.0  # cores that other processes took
 
     @property
     def gigabytes_per_s(self) -> float:
@@ -63,13 +66,12 @@ class Results:
         theirs = [seconds for name in than if (seconds := self.seconds(name, ranks, nbytes)) is not None]
         return min(theirs) / ours if theirs and ours else None
 
-    def as_data(self) -> dict[str, Any]:
-        """For programs, with what is needed to repeat it."""
+    def versions(self) -> dict[str, Any]:
+        """What is needed to repeat it."""
         return {
             "date": datetime.now().astimezone().isoformat(timespec="seconds"),
             "versions": {"syncline": syncline.__version__, "torch": torch.__version__},
             "machine": platform.machine(),
-            "rows": [asdict(row) | {"gigabytes_per_s": row.gigabytes_per_s} for row in self.rows],
         }
 
 
@@ -85,6 +87,7 @@ def compare(
     for ranks in worlds:
         for name in contenders:
             tell(f"{name}, {ranks} ranks")
-            for nbytes, times in CONTENDERS[name](ranks, sizes, repeats).items():
-                rows.append(Row(name, ranks, nbytes, max(median(times), 1e-9), min(times)))
+            measured, busy = cleanest(partial(CONTENDERS[name], ranks, sizes, repeats), Meter())
+            for nbytes, times in measured.items():
+                rows.append(Row(name, ranks, nbytes, max(median(times), 1e-9), min(times), busy))
     return Results(rows)

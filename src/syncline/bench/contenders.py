@@ -1,158 +1,112 @@
-"""Who takes part: our shared-memory fabric, Gloo, two MPIs, and the machine itself.
+"""Contenders: the ways to keep the replicas of a model in step that are compared, each by its name.
 
-Each contender is run on its own, in as many processes as there are ranks, and returns for every size the seconds per
-call: one figure for each repeat, that of the slowest rank.
+    alone                no synchronization, the limit
+    ddp                  PyTorch's DistributedDataParallel, as it comes
+    ddp fp16             DDP with torch's own hooks: fp16_compress_hook, powerSGD_hook
+    hook topk:0.01       DDP with a small hook made of our kernels: fp16, int8, topk
+    syncline topk:0.01   Sync with a codec
+
+A bucket size that is not the default is the size of all buckets; at the default of 25 MB the first bucket has 1 MB.
+That is DDP's rule, and here it is the rule for all. Every contender has the memory kept that gradients leave (see
+`syncline.reducer.heap`), as Sync has it by itself: otherwise others would have page faults that ours has not.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
-import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from syncline.bench.timing import Contender, measure
-from syncline.errors import SynclineError
+from syncline.bench.hooks import hook_factory
+from syncline.codecs.registry import codec_of
+from syncline.errors import UnknownName
 from syncline.fabric.base import Fabric
-from syncline.fabric.shm import DTYPE_CODES, OP_CODES, ShmFabric
-from syncline.launch import run
+from syncline.sync import Sync
+from syncline.units import MIB
 
-Times = dict[int, list[float]]  # bytes -> seconds per call, one for each repeat
-MPI_LIMIT_S = 600.0
-
-
-def slowest(by_rank: Sequence[Times]) -> Times:
-    """The slowest rank of each repeat."""
-    return {
-        size: [max(times) for times in zip(*(of_rank[size] for of_rank in by_rank), strict=True)] for size in by_rank[0]
-    }
+DEFAULT_BUCKET_BYTES = 25 * MIB
+ONE_BUCKET_BYTES = 1000 * MIB  # of all gradients together
+EXAMPLES = ("alone", "ddp", "ddp fp16", "ddp powersgd", "hook fp16", "hook topk:0.01", "hook int8", "syncline none")
 
 
-def shared_memory(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """Ours, with buffers that peers reach in place."""
-    return slowest(run(partial(time_shared, sizes=sizes, repeats=repeats), ranks, "shm"))
+@dataclass(frozen=True)
+class Attached:
+    """A model whose replicas are kept in step."""
+
+    module: nn.Module  # whose forward is called
+    message_bytes: Callable[[], float]  # that a rank gives to collectives in a step
+    sync: Sync | None = None
+    close: Callable[[], None] = lambda: None
 
 
-def private_memory(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """Ours, with tensors that must be staged."""
-    return slowest(run(partial(time_private, sizes=sizes, repeats=repeats), ranks, "shm"))
+Attach = Callable[[nn.Module, Optimizer, Fabric], Attached]
 
 
-def limit(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """The same reads and writes by the same number of processes, without any synchronization."""
-    return slowest(run(partial(time_limit, sizes=sizes, repeats=repeats), ranks, "shm"))
+@dataclass(frozen=True)
+class Contender:
+    """One way to keep replicas in step, by its name, with a bucket size."""
+
+    name: str
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)  # of Sync, besides the codec and buckets
+
+    def __post_init__(self) -> None:
+        kind, _, what = self.name.partition(" ")
+        if kind == "syncline" and what:
+            codec_of(what)
+        elif kind == "hook" and what:
+            hook_factory(what)
+        elif self.name not in EXAMPLES:
+            raise UnknownName("method", self.name, EXAMPLES)
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether the bucket size makes a difference that can be measured.
+
+        Over Gloo torch's PowerSGD hook has all gradients in one bucket: it makes several calls for each, whose order
+        with two buckets is not the same on all ranks, and then the ranks die.
+        """
+        return self.name not in ("alone", "ddp powersgd")
+
+    def __call__(self, model: nn.Module, optimizer: Optimizer, fabric: Fabric) -> Attached:
+        """Keep this model in step with those of the other ranks."""
+        kind, _, what = self.name.partition(" ")
+        if kind == "alone":
+            return Attached(model, lambda: 0.0)
+        if kind == "syncline":
+            return attach_sync(model, optimizer, fabric, codec=what, **self.sync_buckets(), **self.settings)
+        return self.attach_ddp(model, what if kind == "ddp" else "", hook_factory(what) if kind == "hook" else None)
+
+    def sync_buckets(self) -> dict[str, int]:
+        """Settings of Sync: with a size of its own, the first bucket is as large as the others."""
+        first = MIB if self.bucket_bytes == DEFAULT_BUCKET_BYTES else self.bucket_bytes
+        return {"bucket_bytes": self.bucket_bytes, "first_bucket_bytes": first}
+
+    def attach_ddp(self, model: nn.Module, theirs: str, make_hook: Callable[[], Any] | None) -> Attached:
+        """DDP over the process group, with one of torch's hooks, a small hook, or none."""
+        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        size = ONE_BUCKET_BYTES if theirs == "powersgd" else self.bucket_bytes
+        cap = None if size == DEFAULT_BUCKET_BYTES else size / MIB
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=cap)
+        if make_hook is not None:
+            hook = make_hook()
+            ddp.register_comm_hook(hook, lambda state, bucket: state(bucket))
+            return Attached(ddp, lambda: sum(hook.sent.values()), close=hook.close)
+        if theirs == "powersgd":
+            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            return Attached(ddp, lambda: nbytes / state.compression_stats()[0])  # type: ignore[no-untyped-call]
+        if theirs == "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        return Attached(ddp, lambda: nbytes / 2 if theirs else nbytes)
 
 
-def gloo(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """torch.distributed with Gloo."""
-    return slowest(run(partial(time_gloo, sizes=sizes, repeats=repeats), ranks, "torch"))
-
-
-def time_shared(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
-    """On one rank."""
-    return {size: time_tensor(fabric, fabric.buffer(size // 4), fabric.all_reduce, repeats) for size in sizes}
-
-
-def time_private(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
-    """On one rank."""
-    return {size: time_tensor(fabric, torch.zeros(size // 4), fabric.all_reduce, repeats) for size in sizes}
-
-
-def time_gloo(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
-    """On one rank, with nothing of ours around the call."""
-    return {size: time_tensor(fabric, torch.zeros(size // 4), dist.all_reduce, repeats) for size in sizes}
-
-
-def time_limit(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
-    """On one rank."""
-    assert isinstance(fabric, ShmFabric)
-    group = fabric.group
-
-    def unsynchronized(tensor: torch.Tensor) -> None:
-        group.unsynchronized_all_reduce(tensor.data_ptr(), tensor.numel(), DTYPE_CODES[tensor.dtype], OP_CODES["sum"])
-
-    times: Times = {}
-    for size in sizes:
-        times[size] = time_tensor(fabric, fabric.buffer(size // 4), unsynchronized, repeats, exact=False)
-    return times
-
-
-def time_tensor(
-    fabric: Fabric, tensor: torch.Tensor, call: Callable[[torch.Tensor], object], repeats: int, exact: bool = True
-) -> list[float]:
-    """One size of one contender on one rank."""
-    contender = Contender(
-        tensor.numpy(), fabric.rank, fabric.world, lambda: void(call(tensor)), fabric.barrier, exact=exact
-    )
-    return measure(contender, repeats)
-
-
-def void(_: object) -> None:
-    """Forget a result."""
-
-
-def open_mpi(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """Open MPI through mpi4py."""
-    command = ["mpirun.openmpi", "--oversubscribe", "--allow-run-as-root", "-n", str(ranks)]
-    return time_mpi(command, {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": "libmpi.so.40"}, ranks, sizes, repeats)
-
-
-def mpich(ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """MPICH through mpi4py."""
-    with mpich_library() as folder:
-        environment = {"LD_LIBRARY_PATH": folder, "MPI4PY_MPIABI": "mpich"}
-        return time_mpi(["mpiexec.mpich", "-n", str(ranks)], environment, ranks, sizes, repeats)
-
-
-@contextmanager
-def mpich_library() -> Iterator[str]:
-    """A folder with MPICH's library under the name by which mpi4py looks for it; Debian gives it another."""
-    listing = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"libmpich\.so\.12 .*=> (\S+)", listing)
-    if found is None:
-        raise SynclineError("libmpich.so.12 is not installed; on Debian: apt-get install mpich libmpich-dev")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "libmpi.so.12").symlink_to(found[1])
-        yield folder
-
-
-def time_mpi(command: list[str], environment: dict[str, str], ranks: int, sizes: Sequence[int], repeats: int) -> Times:
-    """Start ranks with an MPI's own launcher and read what rank 0 prints last."""
-    arguments = [sys.executable, "-m", "syncline.bench.mpi_rank", json.dumps([ranks, list(sizes), repeats])]
-    finished = subprocess.run(
-        command + arguments,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=MPI_LIMIT_S,
-        check=False,
-    )
-    if finished.returncode:
-        raise SynclineError(f"{command[0]} failed: {finished.stderr.strip()[-500:]}")
-    return {int(size): times for size, times in json.loads(finished.stdout.strip().splitlines()[-1]).items()}
-
-
-CONTENDERS: dict[str, Callable[[int, Sequence[int], int], Times]] = {
-    "syncline": shared_memory,
-    "syncline private": private_memory,
-    "gloo": gloo,
-    "open mpi": open_mpi,
-    "mpich": mpich,
-    "limit": limit,
-}
-NEEDS = {"open mpi": "mpirun.openmpi", "mpich": "mpiexec.mpich"}
-
-
-def present() -> list[str]:
-    """Those that can run here."""
-    return [name for name in CONTENDERS if name not in NEEDS or shutil.which(NEEDS[name])]
+def attach_sync(model: nn.Module, optimizer: Optimizer, fabric: Fabric, **settings: Any) -> Attached:
+    """Sync, with these settings."""
+    sync = Sync(model, optimizer, fabric=fabric, **settings)
+    return Attached(model, lambda: sync.report().sent_bytes, sync, sync.close)

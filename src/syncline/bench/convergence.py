@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from tempfile import TemporaryDirectory
-from threading import Event, Thread
 
 from torch import nn
 
 from syncline.bench.learning import Trained, momentum_for, train
+from syncline.bench.notes import told_by_others, write_note
 from syncline.bench.tasks import task_of
 from syncline.codecs.registry import codec_of
 from syncline.errors import SynclineError
@@ -65,19 +63,6 @@ class ConvergenceRow:
         """Whether a seed ended in gradients that are not finite."""
         return not math.isfinite(self.loss)
 
-    def as_data(self) -> dict[str, object]:
-        """For programs; what has diverged is null."""
-        known = {key: null_if_unknown(value) for key, value in asdict(self).items()}
-        return known | {
-            "losses": list(map(null_if_unknown, self.losses)),
-            "curve": list(map(null_if_unknown, self.curve)),
-        }
-
-
-def null_if_unknown(value: object) -> object:
-    """None for a number that JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 def compare_codecs(
     workloads: Sequence[str],
@@ -122,34 +107,10 @@ def train_all(
     for codec in dict.fromkeys([DENSE, *codecs]):
         for seed, start in enumerate(starts):
             if fabric.rank == 0:
-                with notes.open("a") as file:
-                    file.write(f"{workload}, {codec}, seed {seed}\n")
+                write_note(notes, f"{workload}, {codec}, seed {seed}")
             trained.setdefault(codec, []).append(train(fabric, start, workload, codec, seed, steps, rate))
     log.setLevel(logging.NOTSET)
     return trained
-
-
-@contextmanager
-def told_by_others(tell: Callable[[str], None]) -> Iterator[Path]:
-    """A file of which every new line is told, so that ranks in other processes can tell what they do."""
-    done = Event()
-
-    def follow(path: Path) -> None:
-        with path.open() as file:
-            while not done.wait(0.1):
-                for line in file:
-                    tell(line.strip())
-
-    with TemporaryDirectory() as folder:
-        notes = Path(folder) / "notes"
-        notes.touch()
-        follower = Thread(target=follow, args=(notes,), daemon=True)
-        follower.start()
-        try:
-            yield notes
-        finally:
-            done.set()
-            follower.join()
 
 
 def check_digests(workload: str, by_rank: Sequence[dict[str, list[Trained]]]) -> None:

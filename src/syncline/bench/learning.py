@@ -18,7 +18,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from syncline.bench.contenders import attach_sync
 from syncline.bench.tasks import Score, task_of
+from syncline.bench.trainer import Trainer, Workload
+from syncline.bench.workloads import sgd
 from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Question, overheard
 from syncline.codecs.correction import Correction
@@ -26,7 +29,6 @@ from syncline.codecs.registry import codec_of
 from syncline.errors import NonFiniteGradient
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import digest_of
-from syncline.sync import Sync
 
 MOMENTUM = 0.9
 SMALLEST_RATE = 0.1  # at the end, of the learning rate
@@ -80,28 +82,20 @@ def train(
     fabric: Fabric, start: nn.Module, task_name: str, codec: str, seed: int, steps: int, rate: float | None = None
 ) -> Trained:
     """What one rank does, with a copy of the model as it starts."""
-    if fabric.name != "threads":  # which would change it for the whole process
-        torch.set_num_threads(1)
-    task = task_of(task_name)
-    model = deepcopy(start)
-    rate = rate or task.learning_rate
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=momentum_for(codec_of(codec)))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_at, steps=steps))
-    metered = Metered(codec_of(codec))
-    sync = Sync(model, optimizer, fabric=fabric, codec=metered, seed=seed, nonfinite="raise")
-    loss_of = task.losses(seed)
+    task, metered = task_of(task_name), Metered(codec_of(codec))
+    optimizer = partial(sgd, rate=rate or task.learning_rate, momentum=momentum_for(metered.inner))
+    workload = Workload(task.title, partial(deepcopy, start), optimizer, task.losses(seed))
+    trainer = Trainer(workload, partial(attach_sync, codec=metered, seed=seed, nonfinite="raise"), fabric)
+    schedule = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, partial(rate_at, steps=steps))
     losses, sent = [], []
     with suppress(NonFiniteGradient):  # which all ranks raise in the same step
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss = loss_of(model, step, fabric.rank)
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+        for _ in range(steps):
+            losses.append(float(trainer.step()))
             schedule.step()
-            losses.append(float(loss.detach()))
             sent.append(sum(metered.sent))
             metered.sent.clear()
-    sync.close()
+    trainer.close()
+    model = trainer.model
     losses += [math.nan] * (steps - len(losses))
     curve = fabric.all_reduce(torch.tensor(thinned(losses)), op="mean").tolist()
     with torch.no_grad():

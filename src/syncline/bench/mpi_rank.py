@@ -8,7 +8,7 @@ import sys
 import numpy as np
 from mpi4py import MPI
 
-from syncline.bench.timing import Contender, measure
+from syncline.bench.calls import AllReduce, measure
 
 
 def main(world: int, sizes: list[int], repeats: int) -> None:
@@ -23,7 +23,7 @@ def main(world: int, sizes: list[int], repeats: int) -> None:
         def call(buffer: np.ndarray = buffer) -> None:
             communicator.Allreduce(MPI.IN_PLACE, buffer)
 
-        contender = Contender(buffer, communicator.rank, communicator.size, call, communicator.Barrier)
+        contender = AllReduce(buffer, communicator.rank, communicator.size, call, communicator.Barrier)
         by_rank = communicator.gather(measure(contender, repeats))
         if by_rank is not None:
             times[size] = [max(repeat) for repeat in zip(*by_rank, strict=True)]

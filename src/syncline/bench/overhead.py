@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
+from syncline.bench.contenders import Attach, Attached, Contender
+from syncline.bench.metering import Meter, cleanest
+from syncline.bench.timing import take_turns
+from syncline.bench.trainer import Trainer
+from syncline.bench.workloads import WORKLOADS
 from syncline.fabric.base import Fabric
 from syncline.fabric.shm import Meeting, ShmFabric
 from syncline.fabric.threads import Threads
 from syncline.sync import Sync
-from syncline.workloads.mlp import make_many_small
 
 STEPS = 4  # of a turn
 
@@ -32,49 +36,34 @@ class Overhead:
     plain_s: float  # the step
     alone: float  # with Sync in a world of one
     bucketed: float  # with all that happens in larger worlds, but for the other ranks
+    busy_elsewhere: float = 0.0  # cores that other processes took
 
 
 def measure_overhead(repeats: int = 60) -> Overhead:
-    """Short turns, each in another order and compared with the plain one beside it; medians of all."""
+    """Short turns, each compared with the plain one beside it; medians of all."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
-    alone: Fabric = Threads().group(1).fabric(0)
     with ShmFabric(Meeting(), 0, 1) as shared:
-        trainings = {
-            "plain": Training(None, alone),
-            "alone": Training(Sync, alone),
-            "bucketed": Training(BucketsAlone, shared),
+
+        def attach_buckets(model: nn.Module, optimizer: Optimizer, _: Fabric) -> Attached:
+            return Attached(model, lambda: 0.0, BucketsAlone(model, optimizer, fabric=shared))
+
+        ways: dict[str, Attach] = {
+            "plain": Contender("alone"),
+            "alone": Contender("syncline none"),
+            "bucketed": attach_buckets,
         }
-        seconds: dict[str, list[float]] = {name: [] for name in trainings}
-        order = list(trainings)
-        for turn in range(repeats + 1):
-            order = order[1:] + order[:1]
-            for name in order:
-                taken = trainings[name].turn()
-                if turn:
-                    seconds[name].append(taken)
+        fabric = Threads().group(1).fabric(0)
+        trainers = {name: Trainer(WORKLOADS["many small"](), attach, fabric) for name, attach in ways.items()}
+        turns = {
+            name: lambda trainer=trainer: mean(trainer.timed_steps(STEPS)[0]) for name, trainer in trainers.items()
+        }
+        take_turns(fabric, turns, 1, meter := Meter())  # buckets are built anew
+        taken, busy = cleanest(lambda: take_turns(fabric, turns, repeats, meter, tries=1), meter)
     torch.set_num_threads(threads_before)
+    seconds = {name: [turn.value for turn in turns_of] for name, turns_of in taken.items()}
     added = {
-        name: median(mine / plain - 1 for mine, plain in zip(taken, seconds["plain"], strict=True))
-        for name, taken in seconds.items()
+        name: median(mine / plain - 1 for mine, plain in zip(of_one, seconds["plain"], strict=True))
+        for name, of_one in seconds.items()
     }
-    return Overhead(median(seconds["plain"]), added["alone"], added["bucketed"])
-
-
-class Training:
-    """One model, with or without synchronization."""
-
-    def __init__(self, kind: type[Sync] | None, fabric: Fabric) -> None:
-        self.model: nn.Module = make_many_small()
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.sync = kind(self.model, self.optimizer, fabric=fabric) if kind else None
-        self.x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-
-    def turn(self) -> float:
-        """Seconds of a step."""
-        started = time.perf_counter()
-        for _ in range(STEPS):
-            self.optimizer.zero_grad()
-            self.model(self.x).square().mean().backward()
-            self.optimizer.step()
-        return (time.perf_counter() - started) / STEPS
+    return Overhead(median(seconds["plain"]), added["alone"], added["bucketed"], busy)

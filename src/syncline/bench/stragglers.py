@@ -12,20 +12,21 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from syncline.bench.contenders import Contender
+from syncline.bench.metering import Meter, cleanest
+from syncline.bench.trainer import Trainer
+from syncline.bench.workloads import HELD_OUT_BYTES, adamw, gpt_workload, held_out_loss
 from syncline.errors import UnknownName
 from syncline.fabric.base import Fabric
 from syncline.launch import run
 from syncline.sync import Sync
-from syncline.workloads.gpt import GPT, Shape, make_gpt
-from syncline.workloads.text import Batches, standard_library
+from syncline.workloads.gpt import Shape, make_gpt
 
 MODES = ("sync", "delayed", "local:every=8", "bounded:ahead=1", "bounded:ahead=4", "bounded:ahead=16", "async")
 SITUATIONS = {
@@ -35,7 +36,6 @@ SITUATIONS = {
 }
 SHAPE = Shape(width=64, layers=1, heads=2, context=32)
 BATCH = 4
-HELD_OUT_BYTES = 200_000  # at the end of the text
 SNAPSHOTS = 20
 PLANNED_STEPS = 100_000  # more than anybody makes
 WARM_UP = 3  # steps that are not counted
@@ -97,6 +97,7 @@ class Outcome:
     steps: list[int]  # of each worker
     curve: list[tuple[float, float]]  # seconds and loss on text that nobody trained on
     staleness: float
+    busy_elsewhere: float = 0.0  # cores that other processes took
 
     @property
     def steps_per_s(self) -> float:
@@ -118,10 +119,6 @@ class Outcome:
         share = (start[1] - loss) / (start[1] - end[1]) if start[1] > end[1] else 1.0
         return start[0] + share * (end[0] - start[0])
 
-    def as_data(self) -> dict[str, Any]:
-        """For programs."""
-        return asdict(self) | {"steps_per_s": self.steps_per_s, "loss": self.loss}
-
 
 def compare_modes(
     situations: Sequence[str], modes: Sequence[str], seconds: float, workers: int, tell: Callable[[str], None]
@@ -132,54 +129,52 @@ def compare_modes(
         pace = Pace(situation=situation, workers=workers)
         for mode in modes:
             tell(f"{situation}: {mode}")
-            done = run(partial(work, mode=mode, pace=pace, seconds=seconds), ranks=workers)
+            work_all = partial(run, partial(work, mode=mode, pace=pace, seconds=seconds), ranks=workers)
+            done, busy = cleanest(work_all, Meter())
             staleness = sum(one.staleness for one in done) / workers
-            outcomes.append(Outcome(situation, mode, seconds, [one.steps for one in done], done[0].curve, staleness))
+            steps = [one.steps for one in done]
+            outcomes.append(Outcome(situation, mode, seconds, steps, done[0].curve, staleness, busy))
     return outcomes
 
 
 def work(fabric: Fabric, mode: str, pace: Pace, seconds: float) -> Worked:
     """On one worker."""
-    torch.set_num_threads(1)
-    text = standard_library()
-    batches = Batches(text[:-HELD_OUT_BYTES], SHAPE.context, BATCH)
-    model = make_gpt(SHAPE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    sync = Sync(model, optimizer, mode=mode)
+    text = gpt_workload(SHAPE, BATCH, partial(adamw, rate=1e-3), HELD_OUT_BYTES)
     slow = pace.slow_steps(fabric.rank, PLANNED_STEPS)
 
-    def step(number: int) -> None:
-        optimizer.zero_grad()
-        loss = model.loss(batches.of(number, fabric.rank))
-        time.sleep(pace.seconds_of(slow[number]))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+    def slow_loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        loss = text.loss(model, step, rank)
+        time.sleep(pace.seconds_of(slow[step]))
+        return loss
 
-    for number in range(WARM_UP):
-        step(number)
+    trainer = Trainer(replace(text, loss=slow_loss), Contender("syncline none", settings={"mode": mode}), fabric)
+    for _ in range(WARM_UP):
+        trainer.step()
     fabric.barrier()
-    snapshots = Snapshots(model, seconds) if fabric.rank == 0 else None
+    snapshots = Snapshots(trainer.model, seconds) if fabric.rank == 0 else None
     started, steps = time.perf_counter(), 0
-    with until_all_are_done(sync):
+    sync = trainer.attached.sync
+    assert sync is not None
+    with until_all_are_done(sync, mode):
         while time.perf_counter() - started < seconds:
-            step(WARM_UP + steps)
+            trainer.step()
             steps += time.perf_counter() - started < seconds
             if snapshots is not None:
                 snapshots.keep_when_due(time.perf_counter() - started)
     staleness = sync.staleness().mean
     sync.close()
-    return Worked(steps, snapshots.curve(text[-HELD_OUT_BYTES:]) if snapshots else [], staleness)
+    return Worked(steps, snapshots.curve() if snapshots else [], staleness)
 
 
-def until_all_are_done(sync: Sync) -> AbstractContextManager[None]:
+def until_all_are_done(sync: Sync, mode: str) -> AbstractContextManager[None]:
     """Time is over on all workers at once, but some have made a step more; those of modes with servers do not mind."""
-    return nullcontext() if sync.settings.mode.name in ("async", "bounded") else sync.join()
+    return nullcontext() if mode.startswith(("async", "bounded")) else sync.join()
 
 
 class Snapshots:
     """Parameters at intervals."""
 
-    def __init__(self, model: GPT, seconds: float) -> None:
+    def __init__(self, model: nn.Module, seconds: float) -> None:
         self.model = model
         self.interval_s = seconds / SNAPSHOTS
         self.kept: list[tuple[float, dict[str, Tensor]]] = []
@@ -194,13 +189,11 @@ class Snapshots:
         if elapsed_s >= len(self.kept) * self.interval_s:
             self.keep(elapsed_s)
 
-    @torch.no_grad()
-    def curve(self, text: Tensor) -> list[tuple[float, float]]:
-        """The loss of each on the same text."""
-        held_out = Batches(text, SHAPE.context, 256).of(0, 0)
+    def curve(self) -> list[tuple[float, float]]:
+        """The loss of each on text that nobody trained on."""
         judge = make_gpt(SHAPE)
         found = []
         for elapsed_s, parameters in self.kept:
             judge.load_state_dict(parameters)
-            found.append((elapsed_s, float(judge.loss(held_out))))
+            found.append((elapsed_s, float(held_out_loss(judge, SHAPE, 256))))
         return found

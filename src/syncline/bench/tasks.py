@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import mean
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,31 +24,6 @@ class Score(NamedTuple):
 
     loss: float
     accuracy: float | None = None
-
-
-class Task(Protocol):
-    """What is trained."""
-
-    @property
-    def title(self) -> str:
-        """For people."""
-
-    @property
-    def steps(self) -> int:
-        """Of a training."""
-
-    @property
-    def learning_rate(self) -> float:
-        """At its highest."""
-
-    def model(self, seed: int) -> nn.Module:
-        """As it starts."""
-
-    def losses(self, seed: int) -> Callable[[nn.Module, int, int], Tensor]:
-        """The loss of a model in a step on a rank."""
-
-    def score(self, model: nn.Module) -> Score:
-        """How good it is."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +103,7 @@ class DigitClassifier:
         return Score(float(F.cross_entropy(logits, self.judged.labels)), float(right))
 
 
+Task = GptTask | DigitClassifier
 TASKS: dict[str, Callable[[], Task]] = {"gpt": small_gpt, "digits": DigitClassifier, "demo": demo_gpt}
 QUICK = ("gpt", "digits")
 

@@ -1,108 +1,66 @@
-"""How a call is timed, the same for every contender.
+"""How steps are timed, the same for every contender.
 
-An iteration writes the input anew and calls; a repeat is as many iterations as fill a tenth of a second. What is
-reported is the time of an iteration less the time of the writing alone, measured on the same memory when nobody else
-touches it: so whatever a contender makes the next write more expensive by (lines that a peer's cache now owns) is
-charged to it. Answers are checked against the closed form before the first repeat, and a sample of them after each.
+All ranks begin a step together, and it is over when the slowest has made it. Contenders take turns of a few steps, in
+another order every time, so that a slow moment of the machine hits all alike and none always comes after the same
+other; each is compared with the others of its turn. A turn that other processes disturbed is made again.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from statistics import median, quantiles
+from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
-Array = npt.NDArray[np.float32]
-REPEAT_S = 0.1
-MOST_ITERATIONS = 2000
-LEAST_ITERATIONS = 3
-SAMPLE = 61  # every so many elements are checked after a repeat
+from syncline.bench.metering import TRIES, Meter, Metered, cleanest
+from syncline.fabric.base import Fabric
 
-
-@dataclass(frozen=True)
-class Contender:
-    """One rank's way to do what is measured, on one buffer."""
-
-    buffer: Array
-    rank: int
-    world: int
-    call: Callable[[], None]  # sums the buffer over ranks, in place
-    barrier: Callable[[], None]
-    exact: bool = True  # False where nothing is summed: the machine's limit
+K = TypeVar("K")
+T = TypeVar("T")
+NORMAL = math.sqrt(math.pi / 2) / 1.349  # of a normal distribution, whose middle half is 1.349 standard deviations wide
 
 
-def measure(contender: Contender, repeats: int) -> list[float]:
-    """Seconds per call, one figure for each repeat."""
-    inputs = [pattern(contender.buffer.size, contender.rank, turn) for turn in (0, 1)]
-    check(contender, inputs, turns=2)
-    iterations = agree_on_iterations(contender, inputs)
-    seconds = []
-    for _ in range(repeats):
-        writing = time_writing(contender, inputs, iterations)
-        contender.barrier()
-        started = time.perf_counter()
-        for turn in range(iterations):
-            np.copyto(contender.buffer, inputs[turn % 2])
-            contender.call()
-        total = time.perf_counter() - started
-        verify(contender, (iterations - 1) % 2, stride=SAMPLE)
-        contender.barrier()
-        seconds.append((total - writing) / iterations)
-    return seconds
-
-
-def time_writing(contender: Contender, inputs: list[Array], iterations: int) -> float:
-    """The writing alone. The first write takes the memory back from the caches of others and is not counted."""
-    np.copyto(contender.buffer, inputs[0])
+def seconds_of(fabric: Fabric, call: Callable[[], object]) -> float:
+    """The seconds of a call that all ranks begin together, on this rank."""
+    fabric.barrier()
     started = time.perf_counter()
-    for turn in range(iterations):
-        np.copyto(contender.buffer, inputs[turn % 2])
+    call()
     return time.perf_counter() - started
 
 
-def agree_on_iterations(contender: Contender, inputs: list[Array]) -> int:
-    """How many iterations fill a repeat, by the clock of rank 0."""
-    for _ in range(2):
-        started = time.perf_counter()
-        for turn in range(LEAST_ITERATIONS):
-            np.copyto(contender.buffer, inputs[turn % 2])
-            contender.call()
-        took = (time.perf_counter() - started) / LEAST_ITERATIONS
-    wanted = min(max(int(REPEAT_S / took), LEAST_ITERATIONS), MOST_ITERATIONS)
-    if not contender.exact:
-        return LEAST_ITERATIONS if contender.buffer.size > 1_000_000 else 50
-    contender.barrier()
-    contender.buffer[:] = wanted if contender.rank == 0 else 0
-    contender.call()
-    return int(contender.buffer[0])
+def most_of_ranks(fabric: Fabric, values: Sequence[float]) -> list[float]:
+    """The largest of each value over ranks: of seconds, those of the slowest rank."""
+    largest: list[float] = fabric.all_reduce(torch.tensor(values, dtype=torch.float64), op="max").tolist()
+    return largest
 
 
-# Small whole numbers, so that every order of additions gives the exact sum.
+def take_turns(
+    fabric: Fabric, contenders: Mapping[K, Callable[[], T]], turns: int, meter: Meter, tries: int = TRIES
+) -> dict[K, list[Metered[T]]]:
+    """What each contender's turns gave; all ranks agree on which are made again."""
+
+    def agree(busy_elsewhere: float) -> float:
+        return most_of_ranks(fabric, [busy_elsewhere if fabric.rank == 0 else 0.0])[0]
+
+    order, shuffle = [*contenders], Random(0).shuffle
+    taken: dict[K, list[Metered[T]]] = {name: [] for name in contenders}
+    for _ in range(turns):
+        shuffle(order)
+        for name in order:
+            taken[name].append(cleanest(contenders[name], meter, agree, tries))
+    return taken
 
 
-def pattern(numel: int, rank: int, turn: int) -> Array:
-    """Element i is (i % 97) + rank + 3 * turn."""
-    period = np.arange(97, dtype=np.float32) + (rank + 3 * turn)
-    return np.tile(period, numel // 97 + 1)[:numel]
+def median_ratio(theirs: Sequence[float], mine: Sequence[float]) -> float:
+    """How many times faster mine is, turn by turn: the machine is not as fast in all of them."""
+    return median(other / own for other, own in zip(theirs, mine, strict=True))
 
 
-def check(contender: Contender, inputs: list[Array], turns: int) -> None:
-    """A few calls, each verified."""
-    for turn in range(turns):
-        np.copyto(contender.buffer, inputs[turn])
-        contender.call()
-        verify(contender, turn)
-        contender.barrier()
-
-
-def verify(contender: Contender, turn: int, stride: int = 1) -> None:
-    """The closed form of the sum, for every element or every so many."""
-    if not contender.exact:
-        return
-    world = contender.world
-    exact = pattern(contender.buffer.size, 0, turn)[::stride] * world + world * (world - 1) // 2
-    if not np.array_equal(contender.buffer[::stride], exact):
-        raise AssertionError(f"a wrong sum of {contender.buffer.size} elements over {world} ranks")
+def error_of_median(values: Sequence[float]) -> float:
+    """The standard error, from the range of the middle half: that of all values would be ruled by the worst of them."""
+    lower, _, upper = quantiles(values, n=4)
+    return NORMAL * (upper - lower) / math.sqrt(len(values))

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
-from syncline.bench.algorithms import Measured, compare_algorithms
-from syncline.bench.codecs import SEED, CodecSpeed, measure_codecs
+from syncline.bench.algorithms import compare_algorithms
+from syncline.bench.codecs import SEED, measure_codecs
 from syncline.bench.collectives import MPIS, Results, compare
-from syncline.bench.contenders import CONTENDERS, present
 from syncline.bench.convergence import CODECS as CONVERGING
 from syncline.bench.convergence import ConvergenceRow, compare_codecs
+from syncline.bench.metering import is_clean
 from syncline.bench.overhead import measure_overhead
+from syncline.bench.peers import CONTENDERS, present
 from syncline.bench.tasks import QUICK, TASKS
-from syncline.bench.training import WORKLOADS, Name, StepTime, compare_training, peak_memory
+from syncline.bench.training import WEIGHED, StepTime, compare_training, peak_memory
+from syncline.bench.workloads import WORKLOADS
 from syncline.cli import bench_modes, bench_network
+from syncline.cli.lists import known_entries
 from syncline.cli.progress import counting
+from syncline.cli.tables import DISTURBED, JSON, data_of, marked, optional, print_json, show_table
 from syncline.codecs.registry import codec_of
-from syncline.errors import ConfigError, UnknownName
+from syncline.errors import ConfigError
 from syncline.units import format_bytes, format_seconds, parse_bytes
 
 app = typer.Typer(
@@ -33,7 +34,6 @@ app = typer.Typer(
     help="Measure on this machine, against peers in the same run. Without a subcommand: everything.",
 )
 SIZES = "1KB,16KB,256KB,1MB,4MB,25MB,100MB"
-JSON = typer.Option("--json", help="Print the figures for programs.")
 
 
 @app.callback()
@@ -60,25 +60,23 @@ def algorithms(
     if repeats < 1 or ranks < 2:
         raise ConfigError(f"--ranks {ranks} --repeats {repeats}: there must be two ranks and one repeat at least")
     nbytes = parse_bytes(size)
-    console = Console(highlight=False)
-    status = Console(stderr=True).status(f"{ranks} processes take turns with {format_bytes(nbytes)}", spinner="dots")
-    with status:
+    title = f"{ranks} processes take turns with {format_bytes(nbytes)}"
+    with Console(stderr=True).status(title, spinner="dots"):
         measured = compare_algorithms(ranks, nbytes, repeats)
     if as_json:
-        print(json.dumps({"ranks": ranks, "bytes": nbytes, "measured": [asdict(one) for one in measured]}))
-    else:
-        console.print(table_of(measured, f"all-reduce of {format_bytes(nbytes)} over {ranks} processes, Gloo"))
-
-
-def table_of(measured: list[Measured], title: str) -> Table:
-    """Fastest first."""
-    table = Table(title=title, title_justify="left", caption="answers checked; medians; a ratio below 1 is faster")
-    table.add_column("algorithm")
-    for heading in ("median", "fastest", "ratio to engine"):
-        table.add_column(heading, justify="right")
-    for one in sorted(measured, key=lambda one: one.median_s):
-        table.add_row(one.name, format_seconds(one.median_s), format_seconds(one.fastest_s), f"{one.ratio:.2f}")
-    return table
+        print_json({"ranks": ranks, "bytes": nbytes, "measured": [data_of(one) for one in measured]})
+        return
+    show_table(
+        f"all-reduce of {format_bytes(nbytes)} over {ranks} processes, Gloo",
+        sorted(measured, key=lambda one: one.median_s),
+        {
+            "algorithm": lambda one: marked(one.name, one.busy_elsewhere),
+            "median": lambda one: format_seconds(one.median_s),
+            "fastest": lambda one: format_seconds(one.fastest_s),
+            "ratio to engine": lambda one: f"{one.ratio:.2f}",
+        },
+        "answers checked; medians; a ratio below 1 is faster",
+    )
 
 
 @app.command()
@@ -100,38 +98,27 @@ def codecs(
     with status:
         speeds = measure_codecs(parse_bytes(size), world, repeats, lambda name: status.update(name), seed)
     if as_json:
-        rows = [asdict(one) for one in speeds]
-        print(json.dumps({"bytes": parse_bytes(size), "world": world, "seed": seed, "codecs": rows}))
+        rows = [data_of(one) for one in speeds]
+        print_json({"bytes": parse_bytes(size), "world": world, "seed": seed, "codecs": rows})
         return
-    console = Console(highlight=False)
-    title = f"one bucket of {format_bytes(parse_bytes(size))}, one core, {world} ranks, seed {seed}"
-    console.print(codec_table(speeds, title))
+    show_table(
+        f"one bucket of {format_bytes(parse_bytes(size))}, one core, {world} ranks, seed {seed}",
+        speeds,
+        {
+            "codec": lambda one: marked(one.codec, one.busy_elsewhere),
+            "native": lambda one: f"{one.encode_gb_s:.1f} {one.decode_gb_s:4.1f}",
+            "torch": lambda one: f"{one.twin_encode_gb_s:.1f} {one.twin_decode_gb_s:4.1f}",
+            "ratio": lambda one: f"{one.times_twin:.1f}",
+            "bytes": lambda one: f"{one.positions} {one.wire_bytes_per_element:.3f}",
+            "Gbit/s": lambda one: "never" if one.break_even_gbit_s <= 0 else f"{one.break_even_gbit_s:.1f}",
+        },
+        "GB/s of gradients, encoded and decoded; bytes sent of an element, and how positions are written. "
+        "A codec pays on links slower than its Gbit/s",
+    )
     from syncline.bench.plot import write_codec_plot
 
     write_codec_plot(speeds, html)
-    console.print(f"plot: {html}")
-
-
-def codec_table(speeds: list[CodecSpeed], title: str) -> Table:
-    """Fastest first."""
-    caption = (
-        "GB/s of gradients, encoded and decoded; bytes sent of an element, and how positions are written. "
-        "A codec pays on links slower than its Gbit/s"
-    )
-    table = Table(title=title, title_justify="left", caption=caption, box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("codec", no_wrap=True)
-    for heading in ("native", "torch", "ratio", "bytes", "Gbit/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in speeds:
-        table.add_row(
-            one.codec,
-            f"{one.encode_gb_s:.1f} {one.decode_gb_s:4.1f}",
-            f"{one.twin_encode_gb_s:.1f} {one.twin_decode_gb_s:4.1f}",
-            f"{one.times_twin:.1f}",
-            f"{one.positions} {one.wire_bytes_per_element:.3f}",
-            "never" if one.break_even_gbit_s <= 0 else f"{one.break_even_gbit_s:.1f}",
-        )
-    return table
+    print(f"plot: {html}")
 
 
 @app.command()
@@ -166,45 +153,38 @@ def convergence(
     chosen = codecs.split()
     for codec in chosen:
         codec_of(codec)
-    names = [name.strip() for name in workloads.split(",")]
-    for name in names:
-        if name not in TASKS:
-            raise UnknownName("workload", name, TASKS)
+    names = known_entries(workloads, "--workloads", "workload", TASKS)
     with counting(len(names) * len(dict.fromkeys(["none", *chosen])) * seeds) as tell:
         rows = compare_codecs(names, chosen, seeds, steps or None, ranks, tell, rate=rate or None)
     if as_json:
-        print(json.dumps([row.as_data() for row in rows]))
+        print_json([data_of(row) for row in rows])
         return
-    console = Console(highlight=False)
     for title in dict.fromkeys(row.title for row in rows):
-        console.print(convergence_table([row for row in rows if row.title == title]))
+        show_convergence([row for row in rows if row.title == title])
     from syncline.bench.plot import write_convergence_plot
 
     write_convergence_plot(rows, html)
-    console.print(f"plot: {html}")
+    print(f"plot: {html}")
 
 
-def convergence_table(rows: list[ConvergenceRow]) -> Table:
-    """One workload."""
+def show_convergence(rows: list[ConvergenceRow]) -> None:
+    """Print one workload."""
     first = rows[0]
-    title = f"{first.title}: {first.ranks} ranks, {first.steps} steps, {first.seeds} seeds"
-    caption = "bytes: sent by a rank in a step; loss: of unseen data, mean over seeds; ratio: to none"
-    table = Table(title=title, title_justify="left", caption=caption)
-    table.add_column("codec", overflow="fold")
-    table.add_column("SGD momentum", justify="right")
-    for heading in ("bytes", "× less", "at the end", "loss", "ratio", "accuracy"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            row.codec,
-            f"{row.momentum:g}",
-            format_bytes(round(row.sent_bytes)),
-            f"{row.times_less:.1f}",
-            format_bytes(round(row.end_sent_bytes)),
-            *(("diverged", "-") if row.has_diverged else (f"{row.loss:.3f}", f"{row.ratio:.3f}")),
-            "-" if row.accuracy is None else f"{100 * row.accuracy:.1f} %",
-        )
-    return table
+    show_table(
+        f"{first.title}: {first.ranks} ranks, {first.steps} steps, {first.seeds} seeds",
+        rows,
+        {
+            "codec": lambda row: row.codec,
+            "SGD momentum": lambda row: f"{row.momentum:g}",
+            "bytes": lambda row: format_bytes(round(row.sent_bytes)),
+            "× less": lambda row: f"{row.times_less:.1f}",
+            "at the end": lambda row: format_bytes(round(row.end_sent_bytes)),
+            "loss": lambda row: "diverged" if row.has_diverged else f"{row.loss:.3f}",
+            "ratio": lambda row: "-" if row.has_diverged else f"{row.ratio:.3f}",
+            "accuracy": lambda row: optional("{:.1%}", row.accuracy),
+        },
+        "bytes: sent by a rank in a step; loss: of unseen data, mean over seeds; ratio: to none",
+    )
 
 
 app.command()(bench_network.network)
@@ -220,60 +200,50 @@ def train(
 ) -> None:
     """Training steps on two ranks: no synchronization, DDP over Gloo, and ours through shared memory and Gloo.
 
-    Each has processes of its own, which take turns of four steps, of which the first does not count.
+    They take turns of four steps, of which the first does not count. DDP is shown at its default bucket size and at
+    the best of 25, 4, 2 and 1 MB.
 
     `syncline bench train --workloads "gpt;mlp"`
     """
     if repeats < 2:
         raise ConfigError(f"--repeats {repeats} is less than 2, and one turn says nothing about how much they differ")
-    chosen = [name.strip() for name in workloads.split(";")]
-    for name in chosen:
-        if name not in WORKLOADS:
-            raise UnknownName("workload", name, WORKLOADS)
     status = Console(stderr=True).status("starting", spinner="dots")
     with status:
-        times = []
-        for workload in chosen:
+        times: list[StepTime] = []
+        for workload in known_entries(workloads, "--workloads", "workload", WORKLOADS, separator=";"):
             status.update(f"two ranks train: {workload}")
             times += compare_training(workload, repeats=repeats)
         status.update("peak memory")
-        trained: tuple[Name, ...] = ("ddp", "syncline", "syncline over gloo", "syncline topk")
-        memory = {name: peak_memory(name) for name in trained}
+        memory = {name: peak_memory(name) for name in WEIGHED}
         status.update("a world of one")
         overhead = measure_overhead()
     if as_json:
-        figures = {"steps": [asdict(one) for one in times], "peak_bytes": memory, "overhead": asdict(overhead)}
-        print(json.dumps(figures))
+        print_json({"steps": [data_of(one) for one in times], "peak_bytes": memory, "overhead": data_of(overhead)})
         return
-    console = Console(highlight=False)
     for title in dict.fromkeys(one.workload for one in times):
-        console.print(training_table(title, [one for one in times if one.workload == title]))
-    console.print("peak memory above the start: " + ", ".join(f"{n} {format_bytes(b)}" for n, b in memory.items()))
-    console.print(
+        show_training(title, [one for one in times if one.workload == title])
+    print("peak memory above the start: " + ", ".join(f"{name} {format_bytes(b)}" for name, b in memory.items()))
+    print(
         f"400 small parameters, one rank: plain {format_seconds(overhead.plain_s)}, with Sync "
         f"{100 * overhead.alone:+.1f} %, with buckets all the same {100 * overhead.bucketed:+.1f} %"
     )
 
 
-def training_table(title: str, times: list[StepTime]) -> Table:
-    """One workload."""
-    table = Table(
-        title=f"{title}, 2 ranks", title_justify="left", caption="medians ± standard error; weights checked at the end"
+def show_training(title: str, times: list[StepTime]) -> None:
+    """Print one workload."""
+    show_table(
+        f"{title}, 2 ranks",
+        times,
+        {
+            "": lambda one: marked(one.contender, one.busy_elsewhere),
+            "step": lambda one: format_seconds(one.median_s),
+            "added": lambda one: f"{1e3 * one.added_s:.1f} ± {1e3 * one.added_error_s:.1f} ms" if one.added_s else None,
+            "of the step": lambda one: f"{100 * one.added_share:.1f} %" if one.added_s else None,
+            "× DDP": lambda one: f"{one.faster_than_ddp:.2f}",
+            "guard": lambda one: f"{100 * one.guard_share:.2f} %" if one.guard_share else None,
+        },
+        "medians ± standard error; weights checked first; guard: of the step",
     )
-    table.add_column("")
-    for heading in ("step", "added", "added, of the step", "× DDP", "guard, of the step"):
-        table.add_column(heading, justify="right")
-    for one in times:
-        added = f"{1e3 * one.added_s:.1f} ± {1e3 * one.added_error_s:.1f} ms" if one.added_s else ""
-        table.add_row(
-            one.contender,
-            format_seconds(one.median_s),
-            added,
-            f"{100 * one.added_share:.1f} %" if one.added_s else "",
-            f"{one.faster_than_ddp:.2f}",
-            f"{100 * one.guard_share:.2f} %" if one.guard_share else "",
-        )
-    return table
 
 
 @app.command()
@@ -289,45 +259,42 @@ def collectives(
 
     `syncline bench collectives --ranks 2 --sizes 1KB,25MB`
     """
-    names = [name.strip() for name in contenders.split(",")] if contenders else present()
-    for name in names:
-        if name not in CONTENDERS:
-            raise UnknownName("contender", name, CONTENDERS)
+    names = known_entries(contenders, "--contenders", "contender", CONTENDERS) if contenders else present()
     worlds = [int(number) for number in ranks.split(",")]
-    console = Console(highlight=False)
     with counting(len(names) * len(worlds)) as tell:
         results = compare(names, worlds, [parse_bytes(size) for size in sizes.split(",")], repeats, tell)
     if as_json:
-        print(json.dumps(results.as_data()))
+        print_json(results.versions() | {"rows": [data_of(row) for row in results.rows]})
         return
     for world in results.worlds():
-        console.print(results_table(results, world))
+        show_world(results, world)
     from syncline.bench.plot import write_plot
 
     write_plot(results, html)
-    console.print(f"plot: {html}")
+    print(f"plot: {html}")
 
 
-def results_table(results: Results, ranks: int) -> Table:
-    """One world: the time of every contender, and how ours compares."""
-    names = results.contenders()
-    table = Table(title=f"all-reduce over {ranks} ranks", title_justify="left")
-    table.add_column("size")
-    for heading in [*names, "× gloo", "× better MPI", "of the limit"]:
-        table.add_column(heading, justify="right")
-    for nbytes in results.sizes():
-        times = [results.seconds(name, ranks, nbytes) for name in names]
-        limit = results.times_faster(["limit"], ranks, nbytes)
-        table.add_row(
-            format_bytes(nbytes),
-            *("-" if seconds is None else format_seconds(seconds) for seconds in times),
-            ratio(results.times_faster(["gloo"], ranks, nbytes)),
-            ratio(results.times_faster(MPIS, ranks, nbytes)),
-            "-" if limit is None else f"{100 * limit:.0f} %",
-        )
-    return table
+def show_world(results: Results, ranks: int) -> None:
+    """Print one world: the time of every contender, and how ours compares."""
+
+    def seconds_with(name: str) -> Callable[[int], str]:
+        return lambda nbytes: optional_seconds(results.seconds(name, ranks, nbytes))
+
+    busy = {row.contender: row.busy_elsewhere for row in results.rows if row.ranks == ranks}
+    show_table(
+        f"all-reduce over {ranks} ranks",
+        results.sizes(),
+        {
+            "size": format_bytes,
+            **{marked(name, busy.get(name, 0.0)): seconds_with(name) for name in results.contenders()},
+            "× gloo": lambda nbytes: optional("{:.1f}", results.times_faster(["gloo"], ranks, nbytes)),
+            "× better MPI": lambda nbytes: optional("{:.1f}", results.times_faster(MPIS, ranks, nbytes)),
+            "of the limit": lambda nbytes: optional("{:.0%}", results.times_faster(["limit"], ranks, nbytes)),
+        },
+        "" if all(map(is_clean, busy.values())) else DISTURBED,
+    )
 
 
-def ratio(value: float | None) -> str:
-    """`12.3`"""
-    return "-" if value is None else f"{value:.1f}"
+def optional_seconds(seconds: float | None) -> str:
+    """A time, or a dash if there is none."""
+    return "-" if seconds is None else format_seconds(seconds)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from syncline.bench.modes import METHODS, ModeRow, compare_modes_over
+from syncline.bench.modes import METHODS, compare_modes_over
 from syncline.bench.stragglers import MODES, SITUATIONS, Outcome, compare_modes
+from syncline.cli.lists import known_entries, split_list
 from syncline.cli.progress import counting
-from syncline.errors import ConfigError, UnknownName
+from syncline.cli.tables import JSON, data_of, marked, optional, print_json, show_table
+from syncline.errors import ConfigError
 from syncline.modes.registry import mode_of
 from syncline.units import format_bytes
 
-JSON = typer.Option("--json", help="Print the figures for programs.")
 HTML = typer.Option(metavar="FILE", help="Where the plot goes.")
 
 
@@ -44,10 +43,8 @@ def stragglers(
 
     `syncline bench stragglers --slow bursts --modes "sync;bounded:ahead=4" --seconds 10`
     """
-    situations, chosen = slow.split(","), modes.split(";")
-    for situation in situations:
-        if situation not in SITUATIONS:
-            raise UnknownName("situation", situation, SITUATIONS)
+    situations = known_entries(slow, "--slow", "situation", SITUATIONS)
+    chosen = split_list(modes, "--modes", ";")
     for mode in chosen:
         mode_of(mode)
     if seconds <= 0 or workers < 2:
@@ -55,38 +52,32 @@ def stragglers(
     with counting(len(situations) * len(chosen)) as tell:
         outcomes = compare_modes(situations, chosen, seconds, workers, tell)
     if as_json:
-        print(json.dumps([one.as_data() for one in outcomes]))
+        print_json([data_of(one) for one in outcomes])
         return
-    console = Console(highlight=False)
     for situation in situations:
-        console.print(straggler_table([one for one in outcomes if one.situation == situation]))
+        show_situation([one for one in outcomes if one.situation == situation])
     from syncline.bench.plot_modes import write_straggler_plot
 
     write_straggler_plot(outcomes, html)
-    console.print(f"plot: {html}")
+    print(f"plot: {html}")
 
 
-def straggler_table(outcomes: list[Outcome]) -> Table:
-    """One situation."""
+def show_situation(outcomes: list[Outcome]) -> None:
+    """Print one situation."""
     first = outcomes[0]
-    title = f"{first.situation}: {SITUATIONS[first.situation]}; {len(first.steps)} workers, {first.seconds:g} s each"
-    table = Table(title=title, title_justify="left")
-    table.add_column("mode")
-    headings = ("steps/s", f"× {first.mode}", "slowest worker", "staleness", "loss", f"to the loss of {first.mode}")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for one in outcomes:
-        reached = one.seconds_to(first.loss)
-        table.add_row(
-            one.mode,
-            f"{one.steps_per_s:.1f}",
-            f"{one.steps_per_s / first.steps_per_s:.2f}",
-            f"{min(one.steps) / one.seconds:.1f}",
-            f"{one.staleness:.1f}",
-            f"{one.loss:.3f}",
-            "-" if reached is None else f"{reached:.1f} s",
-        )
-    return table
+    show_table(
+        f"{first.situation}: {SITUATIONS[first.situation]}; {len(first.steps)} workers, {first.seconds:g} s each",
+        outcomes,
+        {
+            "mode": lambda one: marked(one.mode, one.busy_elsewhere),
+            "steps/s": lambda one: f"{one.steps_per_s:.1f}",
+            f"× {first.mode}": lambda one: f"{one.steps_per_s / first.steps_per_s:.2f}",
+            "slowest worker": lambda one: f"{min(one.steps) / one.seconds:.1f}",
+            "staleness": lambda one: f"{one.staleness:.1f}",
+            "loss": lambda one: f"{one.loss:.3f}",
+            f"to the loss of {first.mode}": lambda one: optional("{:.1f} s", one.seconds_to(first.loss)),
+        },
+    )
 
 
 def modes(
@@ -106,7 +97,7 @@ def modes(
 
     `syncline bench modes --steps 64 --methods "local:every=8;diloco:every=32 int8"`
     """
-    chosen = methods.split(";")
+    chosen = split_list(methods, "--methods", ";")
     for method in chosen:
         mode_of(method.partition(" ")[0])
     if steps < 2 or count < 2:
@@ -119,27 +110,20 @@ def modes(
                 f"{row.method}: {row.samples_per_s:.1f} samples/s, loss {row.loss:.3f}"
             )
     if as_json:
-        print(json.dumps([row.as_data() for row in rows]))
+        print_json([data_of(row) for row in rows])
         return
-    Console(highlight=False).print(mode_table(rows, f"GPT of 5 M parameters, {count} hosts at {rate}, {steps} steps"))
-
-
-def mode_table(rows: list[ModeRow], title: str) -> Table:
-    """DDP first."""
-    table = Table(title=title, title_justify="left", caption="loss on text that nobody trained on; bytes per host")
-    table.add_column("")
-    headings = ("samples/s", "× DDP", "loss", "against sync", "sent a step", "peak, 100 ms", "peak, 1 s")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            row.method,
-            f"{row.samples_per_s:.1f}",
-            f"{row.times_ddp:.1f}",
-            f"{row.loss:.3f}",
-            f"{100 * row.more_loss:+.1f} %",
-            format_bytes(round(row.sent_bytes_per_step)),
-            f"{row.peak_100ms * 8 / 1e6:.0f} Mbit/s",
-            f"{row.peak_1s * 8 / 1e6:.0f} Mbit/s",
-        )
-    return table
+    show_table(
+        f"GPT of 5 M parameters, {count} hosts at {rate}, {steps} steps",
+        rows,
+        {
+            "": lambda row: marked(row.method, row.busy_elsewhere),
+            "samples/s": lambda row: f"{row.samples_per_s:.1f}",
+            "× DDP": lambda row: f"{row.times_ddp:.1f}",
+            "loss": lambda row: f"{row.loss:.3f}",
+            "against sync": lambda row: f"{100 * row.more_loss:+.1f} %",
+            "sent a step": lambda row: format_bytes(round(row.sent_bytes_per_step)),
+            "peak, 100 ms": lambda row: f"{row.peak_100ms * 8 / 1e6:.0f} Mbit/s",
+            "peak, 1 s": lambda row: f"{row.peak_1s * 8 / 1e6:.0f} Mbit/s",
+        },
+        "loss on text that nobody trained on; bytes per host",
+    )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from syncline.bench.side_by_side import METHODS, Record, Request, train_side_by_side
+from syncline.cli.tables import JSON, data_of, print_json, show_table
 from syncline.codecs.registry import codec_of
 from syncline.collectives.registry import algorithm
 from syncline.errors import ConfigError, UnknownName
@@ -30,7 +29,7 @@ def demo(
     collective: Annotated[str, typer.Option(help="Who sends what to whom: `auto`, `ring`, `tree`, ...")] = "auto",
     accumulate: Annotated[int, typer.Option(help="Backward passes per optimizer step.")] = 1,
     html: Annotated[Path, typer.Option(metavar="FILE", help="Where the report goes.")] = Path("syncline-demo.html"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures for programs.")] = False,
+    as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Train a byte-level GPT on the text of Python's standard library, with DDP over Gloo and then with Syncline.
 
@@ -52,9 +51,9 @@ def demo(
         console.print(f"A GPT of {size} parameters learns Python's standard library, on {workers} processes.\n")
     records = train_side_by_side(request)
     if as_json:
-        print(json.dumps({name: record.as_data() for name, record in records.items()}))
+        print_json({name: data_of(record) for name, record in records.items()})
         return
-    console.print(table_of(records))
+    show_records(records)
     from syncline.bench.report import write_report
 
     write_report(records, request, html)
@@ -62,9 +61,8 @@ def demo(
     console.print("Next: the same as a script, examples/train_gpt.py   syncline bench train   syncline show ring")
 
 
-def table_of(records: dict[str, Record]) -> Table:
-    """Both trainings side by side."""
-    table = Table("", *(METHODS[name] for name in records), title_justify="left")
+def show_records(records: dict[str, Record]) -> None:
+    """Print both trainings side by side."""
     first = next(iter(records.values()))
     rows: dict[str, Callable[[Record], str]] = {
         "step, median": lambda r: format_seconds(r.median_step_s),
@@ -73,7 +71,7 @@ def table_of(records: dict[str, Record]) -> Table:
         "said per rank and step": lambda r: format_bytes(r.sent_bytes),
         "speed-up": lambda r: f"{first.median_step_s / r.median_step_s:.2f} x",
         "final loss": lambda r: f"{r.losses[-1]:.5f}",
+        "cores that others took": lambda r: f"{r.busy_elsewhere:.2f}",
     }
-    for title, value in rows.items():
-        table.add_row(title, *(value(record) for record in records.values()))
-    return table
+    columns = {METHODS[name]: lambda row, record=record: row[1](record) for name, record in records.items()}
+    show_table("", rows.items(), {"": lambda row: row[0]} | columns)
