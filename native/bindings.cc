@@ -133,6 +133,9 @@ void bind_codecs(nb::module_& m) {
   m.def("dequantize", [](uintptr_t out, uintptr_t scales, uintptr_t codes, size_t count, size_t block, int bits, int how) {
           codec_kernels().dequantize(at<float>(out), at<float>(scales), at<uint8_t>(codes), count, block, bits, How(how));
         }, "out"_a, "scales"_a, "codes"_a, "count"_a, "block"_a, "bits"_a, "how"_a, ReleaseGil());
+  m.def("add_residual", [](uintptr_t out, uintptr_t gradient, uintptr_t residual, size_t count) {
+          return codec_kernels().add_residual(at<float>(out), at<float>(gradient), at<float>(residual), count);
+        }, "out"_a, "gradient"_a, "residual"_a, "count"_a, ReleaseGil());
   m.def("take_signs", [](uintptr_t scales, uintptr_t bits, uintptr_t values, size_t count, size_t block) {
           take_signs(codec_kernels(), at<uint16_t>(scales), at<uint8_t>(bits), at<float>(values), count, block);
         }, "scales"_a, "bits"_a, "values"_a, "count"_a, "block"_a, ReleaseGil());

@@ -22,6 +22,10 @@ struct CodecTable {
   void (*pack_signs)(uint16_t* scales, uint8_t* bits, const float* values, size_t count, size_t block);
   void (*unpack_signs)(float* out, const uint16_t* scales, const uint8_t* bits, size_t count, size_t block, How how);
 
+  // out = gradient + residual, or the gradient where there is no residual; out may be either. Returns the largest magnitude,
+  // which is not finite if any value is not.
+  float (*add_residual)(float* out, const float* gradient, const float* residual, size_t count);
+
   // Writes the positions whose magnitude, as the bits of a float, is at least `least`; returns how many, at most `room`.
   size_t (*collect)(uint32_t* positions, size_t room, const float* values, size_t count, uint32_t least);
 };

@@ -213,10 +213,43 @@ size_t collect(uint32_t* positions, size_t room, const float* values, size_t cou
   return found;
 }
 
+// Magnitudes are compared as integers: infinity is larger than all numbers, and NaN than infinity.
+float add_residual(float* out, const float* gradient, const float* residual, size_t count) {
+  uint32_t largest[lanes] = {};
+  const auto put = [&](size_t i, size_t k) {
+    const float sum = residual == nullptr ? gradient[i] : gradient[i] + residual[i];
+    uint32_t bits;
+    std::memcpy(&bits, &sum, sizeof bits);
+    bits &= 0x7fffffffu;
+    largest[k] = bits > largest[k] ? bits : largest[k];
+    out[i] = sum;
+  };
+  size_t i = 0;
+  if (residual == nullptr) {
+    for (; i + lanes <= count; i += lanes)
+      for (size_t k = 0; k < lanes; ++k) {
+        uint32_t bits;
+        std::memcpy(&bits, gradient + i + k, sizeof bits);
+        bits &= 0x7fffffffu;
+        largest[k] = bits > largest[k] ? bits : largest[k];
+      }
+    if (out != gradient) std::memcpy(out, gradient, i * sizeof(float));
+  } else {
+    for (; i + lanes <= count; i += lanes)
+      for (size_t k = 0; k < lanes; ++k) put(i + k, k);
+  }
+  for (; i < count; ++i) put(i, 0);
+  uint32_t all = 0;
+  for (size_t k = 0; k < lanes; ++k) all = largest[k] > all ? largest[k] : all;
+  float result;
+  std::memcpy(&result, &all, sizeof result);
+  return result;
+}
+
 }  // namespace
 
 extern const CodecTable codec_table;
-const CodecTable codec_table = {quantize, dequantize, pack_signs, unpack_signs, collect};
+const CodecTable codec_table = {quantize, dequantize, pack_signs, unpack_signs, add_residual, collect};
 
 }  // namespace SYNCLINE_KERNELS
 }  // namespace syncline

@@ -65,6 +65,19 @@ def dequantize(message: Tensor, out: Tensor, block: int, bits: int, how: How = "
     native.dequantize(out.data_ptr(), start, start + head, numel, block, bits, code)  # type: ignore[union-attr]
 
 
+def add_residual(out: Tensor, gradient: Tensor, residual: Tensor | None) -> float:
+    """Write the sum of both, or the gradient alone, to `out`, which may be either; the largest magnitude of it.
+
+    That is infinite or NaN if any value is.
+    """
+    if not runs_natively(out, gradient, residual) or gradient.dtype != torch.float32:
+        return twins.add_residual(out, gradient, residual)
+    of_residual = 0 if residual is None else residual.data_ptr()
+    return float(
+        native.add_residual(out.data_ptr(), gradient.data_ptr(), of_residual, out.numel())  # type: ignore[union-attr]
+    )
+
+
 def take_signs(values: Tensor, block: int) -> Tensor:
     """Mean magnitudes of blocks, then signs; what they say is taken away from the values."""
     if not runs_natively(values) or values.dtype != torch.float32:

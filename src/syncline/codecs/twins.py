@@ -157,3 +157,15 @@ def narrow(values: Tensor, dtype: torch.dtype, saturates: bool = False) -> Tenso
 def widen(out: Tensor, halves: Tensor) -> None:
     """From 16-bit floats."""
     out.copy_(halves)
+
+
+def add_residual(out: Tensor, gradient: Tensor, residual: Tensor | None) -> float:
+    """Write the sum of both, or the gradient alone; the largest magnitude, which is not finite if any value is not."""
+    if residual is not None:
+        torch.add(gradient, residual, out=out)
+    elif out is not gradient:
+        out.copy_(gradient)
+    if not out.numel():
+        return 0.0
+    lowest, highest = torch.aminmax(out)
+    return float(torch.maximum(highest, -lowest))

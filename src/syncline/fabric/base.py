@@ -144,6 +144,8 @@ class Fabric(ABC):
         """End what is under way, and all that comes, here and on the other ranks; `why` is what they are told."""
         if self.birthplace.is_here() and not self.is_closed:
             self._abort(f"rank {self.rank} {why}")
+            for sibling in [*self.siblings]:
+                sibling.abort(why)
 
     def door(self) -> Door | None:
         """Where ranks that come later find this one; None where there can be no newcomers."""

@@ -325,7 +325,13 @@ class TorchChannel(MessageChannel):
 
     fabric: TorchFabric
 
+    def __init__(self, fabric: TorchFabric) -> None:
+        super().__init__(fabric)
+        self.second: TorchFabric | None = None  # for calls that follow others of this channel
+
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> Handle:
+        if collective == "direct" and op == "mean" and tensor.dtype in HALVES and self.fabric.backend == "gloo":
+            return self._mean_of_halves(tensor)
         if collective != "engine":
             return super()._all_reduce(tensor, op, collective)
         wide = tensor.detach().to(torch.float32 if tensor.dtype in HALVES else tensor.dtype).contiguous()
@@ -352,6 +358,37 @@ class TorchChannel(MessageChannel):
         options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
         call = describe("all_to_all", "copy", parts, "engine")
         return self._start(call, lambda group: group.alltoall_base(taken.view(-1), parts.view(-1), [], [], options))
+
+    def _mean_of_halves(self, tensor: Tensor) -> Handle:
+        """The direct all-reduce in two calls of the engine: slices to their owners, who add in fp32, and means to all.
+
+        The second calls have a group of their own: they start when the first ones are over, in the order of those.
+        """
+        fabric, world = self.fabric, self.fabric.world
+        call = describe("all_reduce", "mean", tensor, "direct")
+        fabric.begin_call(call)
+        if self.second is None:
+            self.second = fabric.sibling()
+        second = self.second
+        slices = tensor.new_zeros(world, -(-tensor.numel() // world))
+        slices.view(-1)[: tensor.numel()] = tensor
+        taken = torch.empty_like(slices)
+        options = dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=fabric.deadlines.operation)
+        first = self._start(call, lambda group: group.alltoall_base(taken.view(-1), slices.view(-1), [], [], options))
+
+        def work() -> Times:
+            first.wait()
+            total = taken[0].to(torch.float32)
+            for row in taken[1:]:
+                total += row
+            own = (total / world).to(tensor.dtype)
+            gathered = TorchChannel(second)._all_gather(slices, own)
+            gathered.wait()
+            tensor.copy_(slices.view(-1)[: tensor.numel()])
+            return Times(first.began_ns, first.began_ns, time.monotonic_ns())
+
+        return fabric.worker.submit(work, call, fabric.deadlines.operation)
 
     def _start(
         self, call: str, start: Callable[[dist.ProcessGroup], dist.Work], end: Callable[[], bool | None] = lambda: None

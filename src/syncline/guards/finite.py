@@ -40,11 +40,12 @@ def is_finite(values: Tensor) -> bool:
 
 def sum_fits(values: Tensor, times: int) -> bool:
     """Whether all is finite, and stays so when a codec adds up any of the magnitudes, so many times over."""
-    if not values.numel():
-        return True
-    lowest, highest = torch.aminmax(values)
-    largest = float(torch.maximum(highest, -lowest))
-    return largest * values.numel() * times * SPARE < torch.finfo(values.dtype).max
+    return magnitude_fits(largest_of(values), values.numel() * times, values.dtype) if values.numel() else True
+
+
+def magnitude_fits(largest: float, times: float, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether so many values of this magnitude can be added up; not if it is infinite or NaN."""
+    return largest * times * SPARE < torch.finfo(dtype).max
 
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str:

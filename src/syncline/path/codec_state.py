@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.correction import Correction
-from syncline.guards.finite import sum_fits
+from syncline.guards.finite import SPARE, magnitude_fits, sum_fits
 from syncline.path.residuals import GradientScale, Residual
 
 Saved = dict[str, dict[str, Any]]
@@ -28,6 +29,7 @@ class PendingEncoding:
     values: Tensor  # gradient and residual in float32; what the codec has not sent, when it has ended
     state: State
     scale: GradientScale
+    largest: float = 0.0  # magnitude of the values, before the codec has them
     overflow: Tensor | None = None  # beyond what gradients of 16 bits can hold
 
     def left(self) -> Tensor:
@@ -81,8 +83,11 @@ class BucketCodecState:
         if look is not None:
             look(source)
         pending = PendingEncoding(values, staged, scale)
-        if self.residual is not None:
-            self.residual.add_to(source, scale, values)
+        if self.residual is None:
+            pending.largest = kernels.add_residual(values, source, None)
+            return pending
+        pending.largest = self.residual.add_to(source, scale, values)
+        if gradient.dtype != torch.float32:
             pending.overflow = split_overflow(values, gradient.dtype)
         return pending
 
@@ -96,7 +101,12 @@ class BucketCodecState:
         return self.residual.next_values()
 
     def fits(self, pending: PendingEncoding, times: int) -> bool:
-        """Whether what a pass would leave can be added up again."""
+        """Whether what a pass would leave can be added up again.
+
+        No codec leaves more than the sum of all magnitudes of all ranks: where even that fits, nothing is looked at.
+        """
+        if magnitude_fits(pending.largest, (pending.values.numel() * times * SPARE) ** 2):
+            return True
         new = [tensor for key, tensor in pending.state.items() if tensor is not self.state.get(key)]
         left = [] if self.residual is None else [pending.left()]
         return all(sum_fits(tensor, times) for tensor in [*left, *new])

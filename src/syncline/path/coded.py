@@ -30,7 +30,7 @@ from syncline.codecs.none import void
 from syncline.core.status import OwnStatus, PassStatus
 from syncline.errors import FabricError
 from syncline.fabric.base import Fabric, Times
-from syncline.guards.finite import is_finite, sum_fits
+from syncline.guards.finite import is_finite, largest_of, magnitude_fits, sum_fits
 from syncline.path.answerer import Asked, FlatAnswerer
 from syncline.path.bucket import Bucket, parts_of
 from syncline.path.codec_state import BucketCodecState, CodecStateStore, PendingEncoding, Saved
@@ -246,7 +246,8 @@ class CodedPath(Path):
         work.pending = pending = coded.prepare(work.buffer.values, work.scale, work.context, self.lean, look)
         if isinstance(self.answerer, HierarchicalAnswerer):
             self.answerer.add_up(pending.values)
-        if not sum_fits(pending.values, self.fabric.world):
+            pending.largest = largest_of(pending.values) if len(pending.values) else 0.0
+        if not magnitude_fits(pending.largest, len(pending.values) * self.fabric.world):
             self._own(current).nonfinite.add(work.number)
             pending.values.zero_()
         if dense:

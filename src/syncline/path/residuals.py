@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from syncline.codecs import kernels
 from syncline.codecs.codec import Part
 
 
@@ -48,14 +49,14 @@ class Residual:
             self.spare = torch.empty_like(self.values)
         return self.spare
 
-    def add_to(self, gradient: Tensor, scale: GradientScale, out: Tensor) -> None:
-        """Write gradient and residual, as much as that is worth now, to `out`, which may be the gradient."""
+    def add_to(self, gradient: Tensor, scale: GradientScale, out: Tensor) -> float:
+        """Write gradient and residual, as much as that is worth now, to `out`; the largest magnitude of it."""
         factors = {part.name: self.factor(part.name, scale) for part in self.parts}
         if set(factors.values()) == {1.0}:
-            torch.add(gradient, self.values, out=out)
-            return
+            return kernels.add_residual(out, gradient, self.values)
         for name, lo, hi, _ in self.parts:
             torch.add(gradient[lo:hi], self.values[lo:hi], alpha=factors[name], out=out[lo:hi])
+        return kernels.add_residual(out, out, None)
 
     def factor(self, name: str, scale: GradientScale) -> float:
         """By how much the residual of a parameter has to be scaled."""

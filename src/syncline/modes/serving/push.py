@@ -15,7 +15,7 @@ from syncline.core.status import OwnStatus, PassStatus, read_status, write_statu
 from syncline.errors import ConfigError
 from syncline.fabric.base import Handle, Times
 from syncline.fabric.worker import Worker
-from syncline.guards.finite import is_finite, sum_fits
+from syncline.guards.finite import is_finite, magnitude_fits
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server
@@ -147,7 +147,7 @@ class PushPath(Path):
         coded = self.state_of(bucket.number, bucket.slots)
         coder = Coder(self.codec, coded, seed_of(self.seed, self.fabric.rank, "push"))
         pending = coded.prepare(buffer.values.to("cpu", torch.float32, copy=True), scale, coder.context(step))
-        if not sum_fits(pending.values, 1):
+        if not magnitude_fits(pending.largest, len(pending.values)):
             return None
         words, _, pending.state = coder.say(pending.values, step, pending.state)
         pending.end()
