@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _new_process_
 from syncline.collectives.execute import HALVES, Op
 from syncline.collectives.schedule import Hosts
 from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed, PeerAborted
-from syncline.fabric.base import Handle, Note, Times, describe
+from syncline.fabric.base import Ended, Handle, Note, Times, describe
 from syncline.fabric.blame import Kind
 from syncline.fabric.board import Board
 from syncline.fabric.channel import Channel, MessageChannel
@@ -36,6 +36,8 @@ from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
 from syncline.fabric.messages import MessageFabric
 
+AT_ONCE_BYTES = 128 << 10  # of a message that goes from everyone to everyone: more would meet in the queue of a link
+AT_ONCE_RANKS = 16
 LANDING_S = 5.0  # for calls of the engine that all ranks have begun, when a fabric is closed without waiting
 BETWEEN_HOSTS_BYTES = 256 << 10  # of a segment: a slow link is kept busy while the owner of a slice adds
 
@@ -334,6 +336,8 @@ class TorchChannel(MessageChannel):
             return self._mean_of_halves(tensor)
         if collective != "engine":
             return super()._all_reduce(tensor, op, collective)
+        if op == "sum" and not tensor.is_floating_point() and self._goes_at_once(tensor.nbytes):
+            return self._sum_at_once(tensor)
         wide = tensor.detach().to(torch.float32 if tensor.dtype in HALVES else tensor.dtype).contiguous()
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
@@ -347,17 +351,39 @@ class TorchChannel(MessageChannel):
 
         return self._start(call, lambda group: group.allreduce([wide], options), end)
 
+    def _goes_at_once(self, nbytes: int) -> bool:
+        """Whether a message goes from everyone to everyone in one hop: a ring takes as many hops as there are ranks."""
+        return nbytes <= AT_ONCE_BYTES and self.fabric.world <= AT_ONCE_RANKS
+
+    def _sum_at_once(self, tensor: Tensor) -> Handle:
+        """The sum of small integers, whose order does not matter."""
+        parts = tensor.detach().view(-1).repeat(self.fabric.world, 1)
+        taken = torch.empty_like(parts)
+
+        def end() -> bool | None:
+            tensor.detach().view(-1).copy_(taken.sum(0))
+            return None
+
+        return self._exchanged(taken, parts, end)
+
     def _all_gather(self, gathered: Tensor, own: Tensor) -> Handle:
+        if self._goes_at_once(own.nbytes):
+            return self._exchanged(gathered, own.view(-1).repeat(self.fabric.world, 1))
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
         call = describe("all_gather", "copy", own, "engine")
         return self._start(call, lambda group: group._allgather_base(gathered.view(-1), own, options))
 
     def _exchange(self, taken: Tensor, parts: Tensor) -> Handle:
+        return self._exchanged(taken, parts)
+
+    def _exchanged(self, taken: Tensor, parts: Tensor, end: Callable[[], bool | None] = lambda: None) -> EngineHandle:
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
         call = describe("all_to_all", "copy", parts, "engine")
-        return self._start(call, lambda group: group.alltoall_base(taken.view(-1), parts.view(-1), [], [], options))
+        return self._start(
+            call, lambda group: group.alltoall_base(taken.view(-1), parts.view(-1), [], [], options), end
+        )
 
     def _mean_of_halves(self, tensor: Tensor) -> Handle:
         """The direct all-reduce in two calls of the engine: slices to their owners, who add in fp32, and means to all.
@@ -370,25 +396,28 @@ class TorchChannel(MessageChannel):
         if self.second is None:
             self.second = fabric.sibling()
         second = self.second
-        slices = tensor.new_zeros(world, -(-tensor.numel() // world))
-        slices.view(-1)[: tensor.numel()] = tensor
+        slices = sliced(tensor, world)
         taken = torch.empty_like(slices)
         options = dist.AllToAllOptions()
         options.timeout = timedelta(seconds=fabric.deadlines.operation)
         first = self._start(call, lambda group: group.alltoall_base(taken.view(-1), slices.view(-1), [], [], options))
 
-        def work() -> Times:
+        def begin() -> Callable[[], Ended]:
             first.wait()
             total = taken[0].to(torch.float32)
             for row in taken[1:]:
-                total += row
-            own = (total / world).to(tensor.dtype)
-            gathered = TorchChannel(second)._all_gather(slices, own)
-            gathered.wait()
-            tensor.copy_(slices.view(-1)[: tensor.numel()])
-            return Times(first.began_ns, first.began_ns, time.monotonic_ns())
+                total += row.to(torch.float32)
+            gathered = TorchChannel(second)._all_gather(slices, (total / world).to(tensor.dtype))
 
-        return fabric.worker.submit(work, call, fabric.deadlines.operation)
+            def end() -> Ended:
+                gathered.wait()
+                if slices.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(slices.view(-1)[: tensor.numel()])
+                return Ended(Times(first.began_ns, first.began_ns, time.monotonic_ns()))
+
+            return end
+
+        return fabric.worker.submit_flight(begin, call, fabric.deadlines.operation)
 
     def _start(
         self, call: str, start: Callable[[dist.ProcessGroup], dist.Work], end: Callable[[], bool | None] = lambda: None
@@ -400,6 +429,15 @@ class TorchChannel(MessageChannel):
             return EngineHandle(self.fabric, call, start(self.fabric.group), end, began)
         except RuntimeError as error:
             raise self.fabric.failed(None, error, began / 1e9, call) from error
+
+
+def sliced(flat: Tensor, world: int) -> Tensor:
+    """A slice for every rank, all of one length: the tensor's own memory, or a copy with zeros at its end."""
+    if flat.numel() % world == 0:
+        return flat.view(world, -1)
+    slices = flat.new_zeros(world, -(-flat.numel() // world))
+    slices.view(-1)[: flat.numel()] = flat
+    return slices
 
 
 class EngineHandle:

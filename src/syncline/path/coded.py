@@ -181,8 +181,8 @@ class CodedPath(Path):
         return current.status
 
     def _wait_for(self, current: CodedPass, event: threading.Event) -> None:
-        """Wait for the thread, which has deadlines; Ctrl-C is heard."""
-        event.wait()
+        """Wait, and do meanwhile what is to be done; all that is waited for has a deadline, and Ctrl-C is heard."""
+        self.thread.help_until(event)
         if current.error is not None:
             raise current.error
 
