@@ -69,7 +69,6 @@ def hooked_after(fabric: syncline.Fabric, mode: str, steps: int) -> Tensor:
     return (START - place_of(model)) / RATE
 
 
-@wrong("a post-accumulate hook that changes gradients, set after Sync")
 @pytest.mark.parametrize("fabric", EVERY_FABRIC)
 @pytest.mark.parametrize("mode", MODES)
 def test_hooks_that_are_set_after_sync_change_gradients_before_they_leave(mode: str, fabric: str) -> None:

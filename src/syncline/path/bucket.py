@@ -149,14 +149,18 @@ class Bucket:
         for slot in self.slots:
             slot.learn()
 
-    def copy_in(self, slots: Sequence[Slot]) -> None:
-        """Copy gradients that are outside, or divide those that have come to be here."""
+    def refuse_converted(self, slots: Sequence[Slot]) -> None:
+        """Refuse parameters that have another type than when their bucket was made."""
         for slot in slots:
             if slot.parameter.dtype != slot.view.dtype:
                 raise ConfigError(
                     f"{slot.name} was {name_of(slot.view.dtype)} and is {name_of(slot.parameter.dtype)} now; convert "
                     f"the model before Sync, or close() it and make another"
                 )
+
+    def copy_in(self, slots: Sequence[Slot]) -> None:
+        """Copy gradients that are outside, or divide those that have come to be here."""
+        self.refuse_converted(slots)
         gradients = [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
         finite = put(gradients, [slot.view for slot in slots], self.divisor)
         for slot in slots:

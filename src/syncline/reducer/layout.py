@@ -7,11 +7,11 @@ that begin to need a gradient later get buckets of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from syncline.core.assign import Item, assign
 from syncline.fabric.base import Fabric
@@ -53,8 +53,8 @@ class Layout:
         self.sparse: list[Slot] = []
         self.buckets: list[Bucket] = []
         self.is_made = False  # the buckets
-        self.hooks: list[RemovableHandle] = []
-        self.frozen_hooks: dict[str, RemovableHandle] = {}
+        self.hooks: list[GradientHook] = []
+        self.frozen_hooks: dict[str, GradientHook] = {}
 
     def adopt(self, named: Named) -> None:
         """Watch parameters; those that need no gradient are looked at again at the end of each pass."""
@@ -62,7 +62,7 @@ class Layout:
             if not parameter.requires_grad:
                 self.frozen[name] = parameter
                 if parameter.is_floating_point() or parameter.is_complex():
-                    self.frozen_hooks[name] = hook_on(parameter, lambda _: self.unfrozen_came())
+                    self.frozen_hooks[name] = GradientHook(parameter, self.unfrozen_came)
         self.watch((name, parameter) for name, parameter in named if name not in self.frozen)
 
     def watch(self, named: Iterable[tuple[str, nn.Parameter]]) -> list[Slot]:
@@ -71,14 +71,9 @@ class Layout:
         for name, parameter in named:
             slot = Slot(name, parameter, name in self.sparse_names)
             (self.sparse if slot.is_sparse else watched).append(slot)
-            self.hooks.append(hook_on(parameter, self.hook_of(slot)))
+            self.hooks.append(GradientHook(parameter, partial(self.came, slot)))
         self.slots += watched
         return watched
-
-    def hook_of(self, slot: Slot) -> Callable[[nn.Parameter], None]:
-        """What autograd calls when the gradient of a parameter has been accumulated."""
-        came = self.came
-        return lambda _: came(slot)
 
     def planned(self) -> list[list[Slot]]:
         """The buckets as they are, or as they would be if gradients came in reverse order of registration."""
@@ -176,13 +171,26 @@ class Layout:
         self.frozen_hooks.clear()
 
 
-def hook_on(parameter: nn.Parameter, call: Callable[[nn.Parameter], None]) -> RemovableHandle:
-    """Have something called with every gradient of a parameter; torch takes such a hook only while one is needed."""
-    is_needed = parameter.requires_grad
-    parameter.requires_grad_(True)
-    hook: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
-    parameter.requires_grad_(is_needed)
-    return hook
+class GradientHook:
+    """Calls something when a gradient of a parameter has been accumulated and all its own hooks have seen it.
+
+    A hook of the node that accumulates comes after the post-accumulate hooks of the parameter, whenever those were set.
+    The node lives as long as somebody holds it, and is another one after `parameter.data` has got another type: then
+    the gradient is found at the end of the pass.
+    """
+
+    def __init__(self, parameter: nn.Parameter, call: Callable[[], None]) -> None:
+        is_needed = parameter.requires_grad
+        parameter.requires_grad_(True)
+        with torch.enable_grad():
+            grad_fn: Any = parameter.expand_as(parameter).grad_fn
+            self.node = grad_fn.next_functions[0][0]
+        parameter.requires_grad_(is_needed)
+        self.handle = self.node.register_hook(lambda *_: call())
+
+    def remove(self) -> None:
+        """Stop calling."""
+        self.handle.remove()
 
 
 def group_slots(slots: Sequence[Slot], first_bucket_bytes: int, bucket_bytes: int) -> list[list[Slot]]:

@@ -557,6 +557,8 @@ class Reducer:
         It is `late` for that in the step itself, because others may have clipped what this rank is yet to get.
         """
         self.refuse_broken()
+        for bucket in self.layout.buckets:
+            bucket.refuse_converted(bucket.slots[:1])  # a model that was converted has told nobody of its gradients
         self.complete_abandoned()
         if self.state is State.LOCAL or self.passes == self.passes_before_step:
             self.synchronize(late=late)
