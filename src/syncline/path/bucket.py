@@ -152,9 +152,9 @@ class Bucket:
     def refuse_converted(self, slots: Sequence[Slot]) -> None:
         """Refuse parameters that have another type than when their bucket was made."""
         for slot in slots:
-            if slot.parameter.dtype != slot.view.dtype:
+            if slot.parameter.dtype != self.buffer.values.dtype:
                 raise ConfigError(
-                    f"{slot.name} was {name_of(slot.view.dtype)} and is {name_of(slot.parameter.dtype)} now; convert "
+                    f"{slot.name} was {name_of(self.buffer.values.dtype)} and is {name_of(slot.parameter.dtype)} now; convert "
                     f"the model before Sync, or close() it and make another"
                 )
 
