@@ -151,11 +151,12 @@ class Bucket:
 
     def refuse_converted(self, slots: Sequence[Slot]) -> None:
         """Refuse parameters that have another type than when their bucket was made."""
+        dtype = self.buffer.values.dtype
         for slot in slots:
-            if slot.parameter.dtype != self.buffer.values.dtype:
+            if slot.parameter.dtype != dtype:
                 raise ConfigError(
-                    f"{slot.name} was {name_of(self.buffer.values.dtype)} and is {name_of(slot.parameter.dtype)} now; convert "
-                    f"the model before Sync, or close() it and make another"
+                    f"{slot.name} was {name_of(dtype)} and is {name_of(slot.parameter.dtype)} now; convert the model "
+                    f"before Sync, or close() it and make another"
                 )
 
     def copy_in(self, slots: Sequence[Slot]) -> None:
