@@ -19,13 +19,18 @@ class Doing(IntEnum):
     FAILED = 2  # an exception ended its backward pass, which it has not completed with the others
 
 
-def explain(error: PeerError, step: int, bucket: int, buckets: Sequence[Sequence[str]], note: Note) -> PeerError:
+def explain(
+    error: PeerError, step: int, bucket: int, buckets: Sequence[Sequence[str]], note: Note, ended: int = 0
+) -> PeerError:
     """The same error, with what is known of the rank that is to blame. Buckets are lists of parameter names.
 
     A note is: the step the rank was in, how many of its buckets it had sent, how many of these it had produced, and
-    what it was doing. When a backward pass fails, the buckets that it has not produced are sent with zeros.
+    what it was doing. When a backward pass fails, the buckets that it has not produced are sent with zeros. `ended` is
+    the last step that all ranks have ended, by its status: a note may not have come so far when its rank died.
     """
     their_step, _, produced, doing = note
+    if their_step < ended or (their_step == ended and doing == Doing.BACKWARD):
+        their_step, produced, doing = ended, len(buckets), Doing.ELSEWHERE
     if doing == Doing.FAILED and their_step >= step:
         step, bucket = their_step, min(produced, len(buckets) - 1)
     what = f"bucket {bucket} of step {step} ({some(buckets[bucket])})"
@@ -55,7 +60,7 @@ def some(names: Sequence[str]) -> str:
 def last_produced(rank: int, their_step: int, produced: int, buckets: Sequence[Sequence[str]]) -> str:
     """How far it came."""
     if not their_step:
-        return f"rank {rank} has produced nothing yet"
+        return f"rank {rank} has produced nothing yet, as far as is known"
     if not produced:
         return f"the last that rank {rank} finished is step {their_step - 1}; of step {their_step} it produced nothing"
     return f"the last it produced is bucket {produced - 1} of step {their_step} ({some(buckets[produced - 1])})"

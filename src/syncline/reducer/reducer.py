@@ -115,6 +115,7 @@ class Reducer:
         self.has_late_means = False  # in AT_HAND: those of the pass before
         self.failure: FabricError | None = None  # in BROKEN
         self.passes = 0
+        self.ended_by_all = 0  # the last pass whose status has come
         self.known_from = 0  # the pass from which on every rank knows the last status that this one has read
         self.passes_before_step = 0
         self.backwards = 0  # since the last optimizer step
@@ -470,6 +471,7 @@ class Reducer:
         """The status of a pass that has arrived; `is_newest` if no other pass has begun since."""
         with self.explaining(current):
             first, *others = [self.path.wait(work) for work in current.works]
+        self.ended_by_all = current.number
         status = first
         if others:
             nonfinite = tuple(number for one in (first, *others) for number in one.nonfinite)
@@ -511,8 +513,8 @@ class Reducer:
             if not self.path.waits_for_ranks:
                 raise
             note = self.fabric.note_of(error.rank)
-            missing = self.missing(current)
-            raise explain(error, current.number, missing, self.layout.planned_names(), note) from None
+            missing, names = self.missing(current), self.layout.planned_names()
+            raise explain(error, current.number, missing, names, note, self.ended_by_all) from None
         except FabricError:
             raise
         except BaseException as error:
@@ -542,7 +544,7 @@ class Reducer:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Go on from what was saved."""
-        self.passes = self.passes_before_step = saved["passes"]
+        self.passes = self.passes_before_step = self.ended_by_all = saved["passes"]
         self.path.good_passes = saved["good_passes"]
         self.counter.begin()
         in_flight = saved["in_flight"]
