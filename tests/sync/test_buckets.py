@@ -26,7 +26,7 @@ from support.scenarios import (
     train_named,
 )
 from support.weights import assert_close
-from syncline.core.assign import Item, assign
+from syncline.core.plan import Gradient, assign
 from syncline.units import MIB
 
 # Gradients
@@ -84,10 +84,11 @@ def resnet18() -> list[tuple[int, ...]]:
     [(25 * MIB, [2_052_000, 28_852_224, 15_853_824]), (35 * MIB, [2_052_000, 38_297_600, 6_408_448])],
 )
 def test_the_buckets_of_resnet18_are_those_of_ddp(bucket_bytes: int, expected: list[int]) -> None:
-    items = [Item(4 * torch.Size(shape).numel(), torch.float32) for shape in reversed(resnet18())]
-    buckets = assign(items, MIB, bucket_bytes)
-    assert [sum(items[position].nbytes for position in bucket) for bucket in buckets] == expected
-    assert [position for bucket in buckets for position in bucket] == [*range(62)]
+    shapes = enumerate(reversed(resnet18()))
+    gradients = [Gradient(str(at), 4 * torch.Size(shape).numel(), torch.float32) for at, shape in shapes]
+    buckets = assign(gradients, MIB, bucket_bytes)
+    assert [sum(gradients[int(name)].nbytes for name in bucket) for bucket in buckets] == expected
+    assert [name for bucket in buckets for name in bucket] == [str(at) for at in range(62)]
 
 
 def test_buckets_follow_the_order_in_which_gradients_come_on_rank_0() -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from syncline.core.assign import Item, assign
 from syncline.core.passes import NO_DATA
+from syncline.core.plan import Gradient, assign
 from syncline.core.status import OwnStatus
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.modes.replica import Replica
@@ -76,16 +76,16 @@ class Exchange:
     def fragment_of(self, named: Named) -> Fragment:
         """Buckets of parameters that have one dtype, which is at least of 32 bits on the way."""
         slots = [Slot(name, parameter, is_sparse=False) for name, parameter in named]
-        dtypes = [torch.promote_types(parameter.dtype, torch.float32) for _, parameter in named]
-        items = [
-            Item(slot.parameter.numel() * dtype.itemsize, (dtype, slot.parameter.device))
-            for slot, dtype in zip(slots, dtypes, strict=True)
+        by_name = {slot.name: slot for slot in slots}
+        dtypes = {name: torch.promote_types(parameter.dtype, torch.float32) for name, parameter in named}
+        gradients = [
+            Gradient(name, parameter.numel() * dtypes[name].itemsize, (dtypes[name], parameter.device))
+            for name, parameter in named
         ]
-        groups = assign(items, self.bucket_bytes, self.bucket_bytes)
         made = []
-        for group in groups:
-            members = [slots[at] for at in group]
-            made.append(Bucket(self.fabric, self.buckets, members, dtype=dtypes[group[0]]))
+        for names in assign(gradients, self.bucket_bytes, self.bucket_bytes):
+            members = [by_name[name] for name in names]
+            made.append(Bucket(self.fabric, self.buckets, members, dtype=dtypes[names[0]]))
             self.buckets += 1
         return Fragment(made)
 

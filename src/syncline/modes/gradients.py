@@ -47,9 +47,7 @@ class GradientDriver(Driver):
         if self.lags and sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which mode=delayed cannot delay; use mode=sync")
         corrects = settings.codec.correction is not None
-        config = ReducerConfig(
-            settings.first_bucket_bytes, settings.bucket_bytes, settings.accumulate, lags_after, corrects=corrects
-        )
+        config = ReducerConfig(settings.plan(), settings.accumulate, lags_after, corrects=corrects)
         # What is in flight while ranks compare themselves or settle their buffers needs an order of its own.
         fabric = replica.fabric.sibling() if self.lags else replica.fabric
         self.reducer = Reducer(

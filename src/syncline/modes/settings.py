@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from syncline.codecs.codec import Codec
+from syncline.codecs.registry import text_of_codec
 from syncline.collectives.hierarchical import Hierarchical
 from syncline.collectives.registry import algorithm
+from syncline.core.plan import Plan
 from syncline.errors import ConfigError, PairingError, UnknownName
 from syncline.guards.finite import POLICIES, Policy
+from syncline.specs import text_of
 
 if TYPE_CHECKING:
     from syncline.modes.mode import Mode
@@ -56,6 +59,16 @@ class Settings:
                 f"{self.codec.name} takes the momentum from entries that are sent, and with collective="
                 f"{self.collective} only the first rank of a host knows which; use masking=false"
             )
+
+    def plan(self) -> Plan:
+        """The plan before the first pass, which only observes."""
+        return Plan(
+            mode=text_of(self.mode.name, self.mode),
+            codec=text_of_codec(self.codec),
+            collective=self.collective,
+            bucket_bytes=self.bucket_bytes,
+            first_bucket_bytes=self.first_bucket_bytes,
+        )
 
     @property
     def least_world(self) -> int:

@@ -1,19 +1,20 @@
-"""Which parameters are watched, and the buckets that their gradients travel in.
+"""Which parameters are watched, and the buckets of the plan that is in force.
 
-Before the first pass there are no buckets: they are made for the order in which gradients came on rank 0. Parameters
-that begin to need a gradient later get buckets of their own.
+The first plan only observes: buckets are made for the order in which gradients came on rank 0. Parameters that begin to
+need a gradient later get buckets of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from syncline.core.assign import Item, assign
+from syncline.core.plan import Gradient, Plan, assign
 from syncline.fabric.base import Fabric
 from syncline.guards.trainable import refuse_dtype
 from syncline.path.bucket import Bucket, Slot
@@ -30,8 +31,7 @@ class Layout:
         self,
         fabric: Fabric,
         sparse_names: set[str],
-        first_bucket_bytes: int,
-        bucket_bytes: int,
+        plan: Plan,
         buffers: int,
         came: CameHook,
         unfrozen: Callable[[], None],
@@ -41,8 +41,7 @@ class Layout:
         """`fixed`: buckets are those of the order of registration, which needs no agreement."""
         self.fabric = fabric
         self.sparse_names = sparse_names
-        self.first_bucket_bytes = first_bucket_bytes
-        self.bucket_bytes = bucket_bytes
+        self.plan = plan
         self.buffers = buffers  # of each bucket
         self.fixed = fixed
         self.came = came  # told whenever a gradient has been accumulated
@@ -52,11 +51,10 @@ class Layout:
         self.slots: list[Slot] = []
         self.sparse: list[Slot] = []
         self.buckets: list[Bucket] = []
-        self.is_made = False  # the buckets
         self.hooks: list[GradientHook] = []
         self.frozen_hooks: dict[str, GradientHook] = {}
 
-    def adopt(self, named: Named) -> None:
+    def watch_all(self, named: Named) -> None:
         """Watch parameters; those that need no gradient are looked at again at the end of each pass."""
         for name, parameter in named:
             if not parameter.requires_grad:
@@ -75,35 +73,33 @@ class Layout:
         self.slots += watched
         return watched
 
-    def planned(self) -> list[list[Slot]]:
-        """The buckets as they are, or as they would be if gradients came in reverse order of registration."""
-        if self.is_made:
-            return [list(bucket.slots) for bucket in self.buckets]
-        return self.grouped(self.slots[::-1])
+    @property
+    def is_made(self) -> bool:
+        """Whether there are buckets."""
+        return not self.plan.observes
 
     def planned_names(self) -> list[list[str]]:
-        """Of the parameters in each bucket."""
-        return [[slot.name for slot in slots] for slots in self.planned()]
-
-    def grouped(self, slots: Sequence[Slot]) -> list[list[Slot]]:
-        """Slots by bucket."""
-        return group_slots(slots, self.first_bucket_bytes, self.bucket_bytes)
+        """Parameters in each bucket, as it is or as it would be if gradients came in reverse order of registration."""
+        plan = self.plan if self.is_made else self.plan.bucketed(gradients_of(self.slots[::-1]))
+        return [list(names) for names in plan.buckets or ()]
 
     def make_buckets(self, order: Sequence[Slot]) -> None:
         """After the first pass: in the order in which gradients came on rank 0; those that did not come are last."""
         last = {slot: position for position, slot in enumerate(order)}
         number = {slot: position for position, slot in enumerate(self.slots)}
         if self.fixed:
-            self.add_buckets(self.planned())
+            self.adopt(self.plan.bucketed(gradients_of(self.slots[::-1])))
             return
         ranked = sorted(self.slots, key=lambda slot: (last.get(slot, len(order)), -number[slot]))
         agreed = torch.tensor([number[slot] for slot in ranked], device=self.fabric.device)
         self.fabric.broadcast(agreed)
-        self.add_buckets(self.grouped([self.slots[position] for position in agreed.tolist()]))
+        self.adopt(self.plan.bucketed(gradients_of([self.slots[position] for position in agreed.tolist()])))
 
-    def add_buckets(self, groups: Sequence[Sequence[Slot]]) -> None:
-        """Make memory for gradients."""
-        self.is_made = True
+    def adopt(self, plan: Plan) -> None:
+        """Make the buckets of a plan that has those of the plan before, and maybe more."""
+        by_name = {slot.name: slot for slot in self.slots}
+        groups = [[by_name[name] for name in names] for names in (plan.buckets or ())[len(self.buckets) :]]
+        self.plan = plan
         for group in groups:
             divisor = self.divisor_of(group[0].parameter.dtype)
             self.buckets.append(Bucket(self.fabric, len(self.buckets), group, self.buffers, divisor=divisor))
@@ -120,8 +116,8 @@ class Layout:
             refuse_dtype(name, self.frozen[name])
         for name in names:
             self.frozen_hooks.pop(name).remove()
-        if slots := self.watch([(name, self.frozen.pop(name)) for name in names]):
-            self.add_buckets(self.grouped(slots[::-1]))
+        slots = self.watch([(name, self.frozen.pop(name)) for name in names])
+        self.adopt(self.plan.extended(gradients_of(slots[::-1])))
 
     def turn_for(self, number: int) -> None:
         """Let gradients go to the memory of this pass."""
@@ -148,20 +144,25 @@ class Layout:
                 slot.parameter.grad.mul_(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """The buckets by parameter names, and how many gradients each parameter receives in a pass."""
-        names = [[slot.name for slot in bucket.slots] for bucket in self.buckets]
-        return {"buckets": names, "expected": {slot.name: slot.expected for slot in self.slots}}
+        """The buckets by parameter names, their sizes, and how many gradients each parameter receives in a pass."""
+        return {
+            "bucket_bytes": [self.plan.first_bucket_bytes, self.plan.bucket_bytes],
+            "buckets": [list(names) for names in self.plan.buckets or ()],
+            "expected": {slot.name: slot.expected for slot in self.slots},
+        }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Make the buckets that there were, so that what follows has the same bits."""
+        """Adopt the plan that there was, so that what follows has the same bits; with other sizes, for its order."""
         if self.is_made or not saved["buckets"]:
             return
         by_name = {slot.name: slot for slot in self.slots}
-        if set(by_name) != {name for names in saved["buckets"] for name in names}:
+        was = replace(self.plan, buckets=tuple(map(tuple, saved["buckets"])))
+        if set(by_name) != set(was.order):
             return  # other parameters need a gradient now: the next pass makes new buckets
         for name, times in saved["expected"].items():
             by_name[name].expected = times
-        self.add_buckets([[by_name[name] for name in names] for names in saved["buckets"]])
+        is_same = saved["bucket_bytes"] == [self.plan.first_bucket_bytes, self.plan.bucket_bytes]
+        self.adopt(was if is_same else self.plan.bucketed(gradients_of([by_name[name] for name in was.order])))
 
     def close(self) -> None:
         """Stop watching."""
@@ -193,7 +194,14 @@ class GradientHook:
         self.handle.remove()
 
 
+def gradients_of(slots: Iterable[Slot]) -> list[Gradient]:
+    """What a plan has to know of the gradients of parameters."""
+    kinds = ((slot, (slot.parameter.dtype, slot.parameter.device)) for slot in slots)
+    return [Gradient(slot.name, slot.parameter.nbytes, kind) for slot, kind in kinds]
+
+
 def group_slots(slots: Sequence[Slot], first_bucket_bytes: int, bucket_bytes: int) -> list[list[Slot]]:
     """Slots by bucket: one dtype and one device each."""
-    items = [Item(slot.parameter.nbytes, (slot.parameter.dtype, slot.parameter.device)) for slot in slots]
-    return [[slots[at] for at in members] for members in assign(items, first_bucket_bytes, bucket_bytes)]
+    by_name = {slot.name: slot for slot in slots}
+    groups = assign(gradients_of(slots), first_bucket_bytes, bucket_bytes)
+    return [[by_name[name] for name in names] for names in groups]

@@ -21,6 +21,7 @@ from time import monotonic_ns
 from typing import Any, Protocol
 
 from syncline.core.passes import UNSURE, PassCounter
+from syncline.core.plan import Plan
 from syncline.core.status import OwnStatus, PassStatus
 from syncline.errors import ConfigError, Desync, FabricError, LateGradient, PeerError, SynclineError
 from syncline.fabric.base import Fabric
@@ -55,8 +56,7 @@ class State(Enum):
 class ReducerConfig:
     """How gradients are bucketed and when they are sent."""
 
-    first_bucket_bytes: int
-    bucket_bytes: int
+    plan: Plan
     accumulate: int = 1
     lags_after: int | None = None  # passes from which on backward returns the gradients of the pass before
     fixed: bool = False  # buckets follow the order of registration and not that of the first pass
@@ -98,15 +98,14 @@ class Reducer:
         self.layout = Layout(
             fabric,
             sparse_names,
-            config.first_bucket_bytes,
-            config.bucket_bytes,
+            config.plan,
             1 if config.lags_after is None else 2,
             self.gradient_came,
             self.unfrozen_came,
             path.divisor_of,
             config.fixed,
         )
-        self.layout.adopt(named)
+        self.layout.watch_all(named)
         self.state = State.IDLE
         self.counter = PassCounter()
         self.current: Pass | None = None  # in FILLING and ACCUMULATING

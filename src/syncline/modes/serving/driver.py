@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic_ns
 from typing import Any
 
@@ -139,7 +139,8 @@ class ServedDriver(Driver):
         replica, settings = self.replica, self.replica.settings
         push = PushPath(replica, self.links, self.server_of)
         most = self.bucket_bytes()
-        config = ReducerConfig(min(settings.first_bucket_bytes, most), most, settings.accumulate, fixed=True)
+        planned = replace(settings.plan(), first_bucket_bytes=min(settings.first_bucket_bytes, most), bucket_bytes=most)
+        config = ReducerConfig(planned, settings.accumulate, fixed=True)
         self.reducer = Reducer(replica.fabric, push, replica.named(), set(), config, self)
         return push
 
