@@ -15,6 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import syncline
+from support.patience import within
 from syncline.bench.side_by_side import METHODS
 from syncline.cli.demo import demo
 from syncline.cli.main import app
@@ -31,7 +32,11 @@ def call(*arguments: str) -> str:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "syncline", *arguments], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-m", "syncline", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=within(50, most=110),
+        check=False,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import syncline
 from support.weighed import BUCKET_BYTES, GRADIENT_BYTES, Weighed, weigh
 
-NOISE_BYTES = 2 << 20
+NOISE_BYTES = 4 << 20  # and a bucket that is freed late where threads wait for a core
 COPIES = 2  # parameters and gradients; residuals come on top
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 
 
-def within(seconds: float) -> float:
+def within(seconds: float, most: float = float("inf")) -> float:
     """So many seconds where a process gets a core when it wants one; where several want the same one, as often that.
 
-    A limit that is tight where the machine is free, and which others who use the machine do not break.
+    A limit that is tight where the machine is free, and which others who use the machine do not break. A test that
+    lets it pass says how long it can wait at the `most`.
     """
-    return seconds * max(1.0, wanting() / len(os.sched_getaffinity(0)))
+    return min(seconds * max(1.0, wanting() / len(os.sched_getaffinity(0))), most)
 
 
 def wanting() -> float:
