@@ -10,20 +10,20 @@ from torch import Tensor
 
 from syncline.errors import ConfigError
 
-STATE_VERSION = 4
+STATE_VERSION = 5
 
 
 def choose_state(
-    states: Sequence[dict[str, Any]], rank: int, world: int, settings: Mapping[str, str]
+    states: Sequence[dict[str, Any]], rank: int, world: int, settings: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The state for a rank. Refuses what would be silently wrong: other settings than it was saved with."""
+    """The state for a rank. Refuses what would be silently wrong: another version, other settings, too few ranks."""
     for state in states:
         if state.get("version") != STATE_VERSION:
             raise ConfigError(
                 f"a state of version {state.get('version')} cannot be read, only one of {STATE_VERSION}. Load the "
                 f"model and the optimizer as ever, and go on without the state of Sync: residuals begin at zero"
             )
-        for name, value in settings.items():
+        for name, value in (settings or {}).items():
             if state[name] != value:
                 raise ConfigError(f"the state was saved with {name}={state[name]}, not {value}; use the same")
     saved_world = states[0]["world"]

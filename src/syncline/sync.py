@@ -9,8 +9,10 @@ cost (`tracing/`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import monotonic_ns
 from typing import Any, ClassVar
 
@@ -45,6 +47,7 @@ from syncline.tracing.spans import Recorder
 from syncline.tracing.totals import Totals, mean_totals
 from syncline.units import MIB
 
+log = logging.getLogger(__name__)
 DIVISORS: tuple[DivideBy, ...] = ("world", "active")
 
 
@@ -80,8 +83,7 @@ class Sync:
         divergence_guard: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        if collective not in ("auto", "engine"):
-            algorithm(collective)  # a name that is unknown is refused here
+        check_collective(collective)
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"{type(model).__name__} is not a torch.nn.Module; put several models in an nn.ModuleList"
@@ -134,23 +136,26 @@ class Sync:
 
     def _join_others(self, given: Fabric) -> Driver:
         """Compare with the other ranks, start from the state of rank 0, and let the mode begin."""
-        if self.settings.collective == "engine":
-            given = given.with_engine()
-        collective = self.settings.collective
-        if collective == "auto" and given.has_engine:
-            collective = "engine"  # NCCL and Gloo do it without Python in between
-        if given.incarnation and not self.settings.mode.takes_newcomers:
+        if given.incarnation and not self.settings.mode.has_servers:
             raise ConfigError(
                 f"rank {given.rank} came later, in the place of a process that died; mode {self.settings.mode.name} "
                 f"needs all ranks from the start: use async or bounded, or start again from the last checkpoint"
             )
-        fabric = given.sibling()
-        replica = Replica(self.model, self.optimizers, self.scaler, self.settings, fabric, collective, self.recorder)
+        replica = self._replica(self.settings)
         if not given.incarnation:
-            compare_layouts(fabric, replica.common())
-            broadcast_tensors(fabric, model_tensors(self.model))
-        self.fabric = fabric
+            compare_layouts(replica.fabric, replica.common())
+            broadcast_tensors(replica.fabric, model_tensors(self.model))
+        self.fabric = replica.fabric
         return self.settings.mode.start(replica)
+
+    def _replica(self, settings: Settings) -> Replica:
+        """What a mode works on, over a fabric that can do what the settings ask for."""
+        parent = self._given.with_engine() if settings.collective == "engine" else self._given
+        fabric = self.fabric if self.fabric is not None and type(self.fabric) is type(parent) else parent.sibling()
+        collective = settings.collective
+        if collective == "auto" and parent.has_engine:
+            collective = "engine"  # NCCL and Gloo do it without Python in between
+        return Replica(self.model, self.optimizers, self.scaler, settings, fabric, collective, self.recorder)
 
     @property
     def driver(self) -> Driver | None:
@@ -227,6 +232,52 @@ class Sync:
             driver.join(None)
             self._given.in_join = False
 
+    def reconfigure(
+        self,
+        *,
+        mode: str | Mode | None = None,
+        codec: str | Codec | None = None,
+        collective: str | None = None,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        """Go on with other settings from here, between two steps. All ranks call it, with the same settings.
+
+            if epoch == 5:
+                sync.reconfigure(codec="topk:0.01", bucket_bytes=4 << 20)
+
+        What is not given stays as it is. What is under way arrives first, as with `drain()`. Residuals are kept; where
+        the new codec has no error feedback they are sent densely with the next gradients, and in modes that average
+        parameters at once. The warm-up of a new mode begins here. It is what saving, making a Sync with these settings
+        and loading would do. Modes with servers cannot be changed to or from.
+        """
+        given: dict[str, Any] = {"collective": collective, "bucket_bytes": bucket_bytes}
+        given |= {"mode": None if mode is None else mode_of(mode), "codec": None if codec is None else codec_of(codec)}
+        self._adopt(replace(self.settings, **{name: value for name, value in given.items() if value is not None}))
+
+    def _adopt(self, wanted: Settings) -> None:
+        """Let another driver go on from where the one before it is, which stays if that is impossible."""
+        self._refuse_closed()
+        refuse_servers(self.settings, wanted)
+        check_collective(wanted.collective)
+        driver = self.driver
+        if driver is None:
+            self.settings = wanted
+            if self._given.world >= (self.least_world or wanted.least_world):
+                self._begin()
+            return
+        driver.quiesce(wanted)
+        replica = self._replica(wanted)
+        adopted = wanted.mode.start(replica)
+        residuals = driver.residuals()
+        if wanted.codec != self.settings.codec:
+            residuals = residuals | {"state": {}}
+        adopted.take_over(residuals, driver)
+        driver.close()
+        if self.fabric is not None and self.fabric is not replica.fabric:
+            self.fabric.close()
+        self.settings, self.fabric, self._driver = wanted, replica.fabric, adopted
+        adopted.new_gradients = self.stepped.clear
+
     def report(self, last: int = 100) -> Totals:
         """What the last steps cost: compute, hidden and exposed communication, waiting for others."""
         return mean_totals(list(self.recorder.steps)[-last:])
@@ -256,17 +307,43 @@ class Sync:
 
         With another number of ranks each starts with the mean of what all had kept, so that nothing is lost: one that
         is alone now has it in its first step. A rank that had nobody to talk to may have kept nothing, and then there
-        is nothing to go on from.
+        is nothing to go on from. A state that was saved with another mode or codec goes on as after `reconfigure`.
         """
-        if not self._endings:
-            raise ConfigError("this Sync is closed, so nothing can go on with it; make another")
+        self._refuse_closed()
         states = [saved] if isinstance(saved, dict) else list(saved)
         if self.driver is None and not any(map(holds_work, states)):
             return
-        chosen = choose_state(states, self._given.rank, self._given.world, self._lasting())
+        chosen = choose_state(states, self._given.rank, self._given.world)
+        saved_with, wanted = self._settings_of(chosen), self.settings
+        if saved_with is not wanted:
+            log.warning("the state was saved with %s; it goes on with %s", described(saved_with), described(wanted))
+            self._begin_again(saved_with)
         driver = self.driver or self._begin()
         if "codec_state" in chosen:
             driver.load_state_dict(chosen)
+        if saved_with is not wanted:
+            self._adopt(wanted)
+
+    def _settings_of(self, saved: dict[str, Any]) -> Settings:
+        """The settings that a state was saved with: these, or others that `reconfigure` can go on from."""
+        if all(saved[name] == text for name, text in self._lasting().items()):
+            return self.settings
+        saved_with = replace(self.settings, mode=mode_of(saved["mode"]), codec=codec_of(saved["codec"]))
+        refuse_servers(saved_with, self.settings)
+        return saved_with
+
+    def _begin_again(self, settings: Settings) -> None:
+        """Let the mode of other settings begin instead."""
+        if self._driver is not None:
+            self._driver.close()
+        self.settings = settings
+        if self.fabric is not None:
+            self._driver = settings.mode.start(self._replica(settings))
+            self._driver.new_gradients = self.stepped.clear
+
+    def _refuse_closed(self) -> None:
+        if not self._endings:
+            raise ConfigError("this Sync is closed, so nothing can go on with it; make another")
 
     def _lasting(self) -> dict[str, str]:
         """What must be the same when a run goes on."""
@@ -367,6 +444,28 @@ class Sync:
             self.driver.after_step()
             if len(self.stepped) == len(self.optimizers):
                 self.driver.after_round(self.skips)
+
+
+def check_collective(collective: str) -> None:
+    """Refuse a name that is unknown."""
+    if collective not in ("auto", "engine"):
+        algorithm(collective)
+
+
+def described(settings: Settings) -> str:
+    """The settings that a checkpoint depends on, as they are written."""
+    return f"mode={text_of_mode(settings.mode)}, codec={text_of_codec(settings.codec)}"
+
+
+def refuse_servers(now: Settings, wanted: Settings) -> None:
+    """Refuse to change to a mode with servers or away from one, or anything else while one is in force."""
+    for mode in (now.mode, wanted.mode):
+        if mode.has_servers:
+            raise ConfigError(
+                f"mode={text_of_mode(now.mode)} cannot become {text_of_mode(wanted.mode)} in a run, because parameters "
+                f"and optimizer state of mode {mode.name} are with its servers; save the model, close this Sync and "
+                f"make another"
+            )
 
 
 def find_fabric(fabric: Fabric | str) -> Fabric:

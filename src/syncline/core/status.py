@@ -1,23 +1,44 @@
 """What all ranks know at the end of a pass: one sum of int32 words, of a length that follows from the plan.
 
     counts                                 nonfinite          present              of rank 0            of rank 1 ...
-    failed | late | unfrozen | touched     one a bucket       one a parameter      since step, number, digest
+    failed | late | unfrozen | touched     one a bucket       one a parameter      since step, number, digest, call
 
 It travels on its own, beside the buckets, so that no bucket carries anything but gradients. Every word but those of a
 rank is a number of ranks. A rank writes its own words and zeros in those of the others, so that their sum is what every
 rank has written.
+
+Not only backward passes end with one: a rank that reconfigures, or lets what is under way arrive, says so in the same
+words, so that ranks that do different things learn it before anything is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from syncline.core.passes import NO_DATA, ranks_by_count
+from syncline.core.ranks import some_ranks
+from syncline.errors import Desync
 
 COUNTS = 4  # words that say how many ranks have failed, were late, have unfrozen parameters, have touched their replica
-OWN = 3  # words of each rank
+OWN = 4  # words of each rank
 MOST_PASSES = 1 << 20  # numbers of passes are compared modulo this
+
+
+class Call(IntEnum):
+    """What a rank does that ends with a status."""
+
+    SYNCHRONIZE = 0  # gradients, or parameters where a period ends
+    DRAIN = 1  # before its period ends
+    RECONFIGURE = 2
+
+
+DOES = {
+    Call.SYNCHRONIZE: "synchronizes in its training loop",
+    Call.DRAIN: "calls drain()",
+    Call.RECONFIGURE: "calls reconfigure()",
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +55,22 @@ class PassStatus:
     differs: bool = False  # ranks have different fingerprints
     unused: frozenset[int] = frozenset()  # positions of parameters that no rank has a gradient of
     numbers: tuple[int, ...] = ()  # of each rank: the number of the pass that it is in
+    calls: tuple[int, ...] = ()  # of each rank: what it does
+
+    def refuse_different_calls(self) -> None:
+        """Raise `Desync` on every rank if they do different things, or are in different passes."""
+        if len(set(self.calls)) > 1:
+            ranks = {call: [rank for rank, theirs in enumerate(self.calls) if theirs == call] for call in Call}
+            sides = [f"{some_ranks(who)} {DOES[call]}" for call, who in ranks.items() if who]
+            raise Desync(
+                f"ranks do different things, so nothing of it was used: {', while '.join(sides)}. All ranks call "
+                f"drain() and reconfigure() after the same step"
+            )
+        if len(set(self.numbers)) > 1:
+            raise Desync(
+                f"ranks are in different passes, so nothing of it was used: {list(self.numbers)}, by rank. Were they "
+                f"restored from checkpoints of different steps?"
+            )
 
     @property
     def is_good(self) -> bool:
@@ -51,7 +88,8 @@ class OwnStatus:
     late: bool = False
     unfrozen: bool = False
     touched: bool = False
-    digest: int = 0  # of this replica, 24 bits
+    digest: int = 0  # of this replica, or of the plan that a rank wants to adopt; 24 bits
+    call: Call = Call.SYNCHRONIZE
     nonfinite: set[int] = field(default_factory=set)  # numbers of buckets
     present: list[int] = field(default_factory=list)  # of every parameter, whether this rank has a gradient of it
 
@@ -62,7 +100,7 @@ def write_status(own: OwnStatus, buckets: Collection[int], rank: int, world: int
     words += [int(bucket in own.nonfinite) for bucket in buckets]
     words += own.present
     of_ranks = [0] * (OWN * world)
-    of_ranks[OWN * rank : OWN * rank + OWN] = [own.since_step, own.number % MOST_PASSES, own.digest]
+    of_ranks[OWN * rank : OWN * rank + OWN] = [own.since_step, own.number % MOST_PASSES, own.digest, own.call]
     return words + of_ranks
 
 
@@ -84,4 +122,5 @@ def read_status(words: Sequence[int], buckets: Sequence[int], world: int) -> Pas
         len(set(of_ranks[2::OWN])) > 1,
         frozenset(position for position, count in enumerate(present) if not count),
         tuple(of_ranks[1::OWN]),
+        tuple(of_ranks[3::OWN]),
     )

@@ -43,7 +43,7 @@ class AsyncSGD(Mode):
     """Against parameter servers, with no bound."""
 
     name: ClassVar[str] = "async"
-    takes_newcomers: ClassVar[bool] = True
+    has_servers: ClassVar[bool] = True
     servers: int = 1  # that share the parameters
     apart: bool = False  # servers are the last ranks, which do not train; else threads of the first ranks
     pull: str = "auto"  # codec of parameters on their way to workers; "auto" is that of gradients where it can be

@@ -13,16 +13,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from syncline.codecs.none import void
 from syncline.core.passes import NO_DATA
 from syncline.core.plan import Gradient, assign
-from syncline.core.status import OwnStatus
+from syncline.core.status import Call, OwnStatus
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.modes.replica import Replica
 from syncline.path.bucket import Bucket, Slot
+from syncline.path.flushing import Dense
+from syncline.path.path import Path
 from syncline.path.residuals import GradientScale
 from syncline.path.work import PassWork
 from syncline.reducer.parameters import Named
 
+DISPLACEMENTS = GradientScale({})  # parameters move by what is sent, whatever their learning rates are
 Fill = Callable[[Slot], None]  # writes what a rank contributes to `slot.view`
 
 
@@ -66,7 +70,7 @@ class Exchange:
 
     def __init__(self, replica: Replica, groups: Sequence[Named]) -> None:
         self.fabric = replica.fabric
-        self.path = replica.path(replica.fabric, GradientScale({}))
+        self.path: Path = replica.path(replica.fabric, DISPLACEMENTS)
         self.path.joined = "active"  # whatever is asked for
         self.bucket_bytes = replica.settings.bucket_bytes
         self.rounds = 0
@@ -89,7 +93,14 @@ class Exchange:
             self.buckets += 1
         return Fragment(made)
 
-    def leave(self, fragment: Fragment, fill: Fill, has_data: bool, fingerprint: Fingerprint = NO_FINGERPRINT) -> None:
+    def leave(
+        self,
+        fragment: Fragment,
+        fill: Fill,
+        has_data: bool,
+        fingerprint: Fingerprint = NO_FINGERPRINT,
+        call: Call = Call.SYNCHRONIZE,
+    ) -> None:
         """Send a fragment off."""
         self.rounds += 1
         fragment.is_sound = self.filled(fragment, fill)
@@ -101,6 +112,7 @@ class Exchange:
             self.path.start(fragment.work, bucket)
         own = OwnStatus(self.rounds, int(contributes) or NO_DATA, late=has_data and not contributes)
         own.digest = fingerprint.digest
+        own.call = call
         own.present = [1] * len(fragment.slots)
         self.path.end(fragment.work, own)
 
@@ -114,6 +126,7 @@ class Exchange:
         """Wait for a fragment."""
         assert fragment.work is not None
         status = self.path.wait(fragment.work)
+        status.refuse_different_calls()
         if status.is_good:
             self.rescale(fragment, len(status.active))
             self.path.grads_assigned(fragment.work)
@@ -127,6 +140,21 @@ class Exchange:
         if contributors < self.fabric.world:
             for bucket in fragment.buckets:
                 bucket.buffer.values.mul_(self.fabric.world / contributors)
+
+    def announce(self, fragment: Fragment, call: Call) -> None:
+        """Say without any data what this rank does; raise `Desync` unless all ranks do it."""
+        self.leave(fragment, lambda slot: void(slot.view.zero_()), has_data=False, call=call)
+        assert fragment.work is not None
+        self.path.wait(fragment.work).refuse_different_calls()
+
+    def send_densely(self, replica: Replica) -> None:
+        """From now on send residuals in full with what is sent next, so that none is left."""
+        dense = replica.path(self.fabric, DISPLACEMENTS, Dense())
+        dense.good_passes = self.path.good_passes
+        dense.joined = self.path.joined
+        dense.load_state_dict(self.path.state_dict() | {"state": {}})
+        self.path.close()
+        self.path = dense
 
     def sound_ranks(self) -> tuple[int, ...]:
         """Those whose parameters are finite and can be added up, with data or without; all ranks ask together."""

@@ -9,17 +9,19 @@ import torch
 from torch.amp import GradScaler
 
 from syncline.codecs.none import NoCodec
-from syncline.core.status import PassStatus
+from syncline.core.status import Call, PassStatus
 from syncline.errors import Desync, FabricError, PairingError
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.guards.finite import first_not_finite, is_finite
 from syncline.modes.forward_hook import ForwardHook
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
+from syncline.modes.settings import Settings
+from syncline.path.codec_state import Saved
 from syncline.path.path import DivideBy
 from syncline.reducer.parameters import sparse_names
 from syncline.reducer.reducer import Reducer, ReducerConfig
-from syncline.replicas import all_have, broadcast_scaler
+from syncline.replicas import all_have, broadcast_scaler, compare_layouts
 
 log = logging.getLogger(__name__)
 
@@ -287,7 +289,28 @@ class GradientDriver(Driver):
                 return f"the gradient of {slot.name} is not finite"
         return ""
 
-    # To be saved and restored
+    # To be reconfigured, saved and restored
+
+    def quiesce(self, wanted: Settings) -> None:
+        self.reducer.refuse_unused_gradients("reconfigure()")
+        self.drain()
+        self.reducer.announce(Call.RECONFIGURE)
+        compare_layouts(self.replica.fabric, [f"settings {wanted}"])
+
+    def residuals(self) -> Saved:
+        return self.reducer.path.state_dict()
+
+    def take_over(self, residuals: Saved, previous: Driver) -> None:
+        if isinstance(previous, GradientDriver):
+            self.reducer.restore(previous.reducer.state_dict())
+            self.scale = previous.scale
+        self.load_codec_state(residuals)
+
+    def load_codec_state(self, saved: Saved) -> None:
+        """Go on with residuals and codec state; residuals that the codec has no place for are sent densely first."""
+        if saved.get("residual") and not self.replica.settings.codec.feedback:
+            self.reducer.path = self.replica.flushing(self.reducer.path)
+        self.reducer.path.load_state_dict(saved)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -298,7 +321,7 @@ class GradientDriver(Driver):
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.reducer.restore(saved["layout"])
-        self.reducer.path.load_state_dict(saved["codec_state"])
+        self.load_codec_state(saved["codec_state"])
         self.scale = saved["scale"]
 
     def close(self) -> None:
@@ -307,3 +330,5 @@ class GradientDriver(Driver):
         if self.guard is not None:
             self.guard.close()
         self.reducer.close()
+        if self.lags:
+            self.reducer.fabric.close()

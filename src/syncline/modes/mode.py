@@ -15,8 +15,10 @@ from typing import Any, ClassVar
 from syncline.errors import ConfigError
 from syncline.guards.finite import harm_done
 from syncline.modes.replica import Replica
+from syncline.modes.settings import Settings
 from syncline.modes.staleness import Staleness
 from syncline.path.bucket import Slot
+from syncline.path.codec_state import Saved
 from syncline.path.coded import CodedPath
 from syncline.path.path import DivideBy, Path
 from syncline.reducer.reducer import Reducer
@@ -29,7 +31,7 @@ class Mode(ABC):
 
     name: ClassVar[str]
     least_world: ClassVar[int] = 1  # ranks from which on there is anything to do
-    takes_newcomers: ClassVar[bool] = False  # a new process may take the place of one that died
+    has_servers: ClassVar[bool] = False  # that keep parameters, so that a new process may take the place of a worker
 
     @abstractmethod
     def start(self, replica: Replica) -> Driver:
@@ -124,6 +126,19 @@ class Driver(ABC):
 
     def join(self, divide_by: DivideBy | None) -> None:
         """Ranks may have different numbers of batches from now on: by how many sums are divided. None: no longer."""
+
+    def quiesce(self, wanted: Settings) -> None:
+        """Tell the other ranks that this one reconfigures, and let all that is under way arrive.
+
+        Raise if ranks want different settings, or if there are gradients that no step has used.
+        """
+
+    def residuals(self) -> Saved:
+        """Residuals and codec state of this rank by parameter, with the step that a unit of a residual stands for."""
+        return {}
+
+    def take_over(self, residuals: Saved, previous: Driver) -> None:
+        """Go on where another driver, which has quiesced, has ended."""
 
     def paths(self) -> list[Path]:
         """The paths that buckets take."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.none import NoCodec
+from syncline.core.status import Call
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint, digest_of
@@ -35,9 +36,11 @@ from syncline.modes.mode import Driver
 from syncline.modes.outer import Outer
 from syncline.modes.period import OptimizerPolicy, Period
 from syncline.modes.replica import Replica
+from syncline.modes.settings import Settings
 from syncline.path.bucket import Slot
+from syncline.path.codec_state import Saved
 from syncline.path.path import DivideBy, Path
-from syncline.replicas import average_optimizers, broadcast_tensors, optimizer_tensors
+from syncline.replicas import average_optimizers, broadcast_tensors, compare_layouts, optimizer_tensors
 
 
 class PeriodicDriver(Driver):
@@ -199,7 +202,8 @@ class PeriodicDriver(Driver):
         """Send off what this rank has to say about the next fragment."""
         self.refuse_others()
         fragment = self.next_fragment()
-        self.exchange.leave(fragment, self.anchors.fill, not self.is_alone, self.fingerprint())
+        call = Call.DRAIN if self.is_draining else Call.SYNCHRONIZE
+        self.exchange.leave(fragment, self.anchors.fill, not self.is_alone, self.fingerprint(), call)
         self.under_way = fragment
 
     def fingerprint(self) -> Fingerprint:
@@ -307,8 +311,11 @@ class PeriodicDriver(Driver):
 
     def drain(self) -> None:
         """Meet now, with every fragment, wherever in its period it is; all ranks are equal after that."""
-        if self.steps < self.warmup or self.steps == self.equal_at:
-            return
+        if self.steps >= self.warmup and self.steps != self.equal_at:
+            self.synchronize_all()
+
+    def synchronize_all(self) -> None:
+        """Synchronize every fragment now."""
         self.is_draining = True
         is_equal = True
         try:
@@ -356,6 +363,53 @@ class PeriodicDriver(Driver):
 
     def paths(self) -> list[Path]:
         return [*super().paths(), self.exchange.path]
+
+    # To be reconfigured
+
+    def quiesce(self, wanted: Settings) -> None:
+        if self.gradients is not None and self.steps < self.warmup:
+            self.gradients.quiesce(wanted)
+            return
+        self.saved_fragment()
+        self.exchange.announce(self.next_fragment(), Call.RECONFIGURE)
+        compare_layouts(self.replica.fabric, [f"settings {wanted}"])
+        if self.replica.settings.codec.feedback and not wanted.codec.feedback:
+            self.exchange.send_densely(self.replica)
+            self.synchronize_all()
+        else:
+            self.drain()
+
+    def residuals(self) -> Saved:
+        if self.gradients is not None and self.steps < self.warmup:
+            return self.gradients.residuals()
+        return self.exchange.path.state_dict()
+
+    def take_over(self, residuals: Saved, previous: Driver) -> None:
+        gradients = previous
+        if isinstance(previous, PeriodicDriver):
+            self.go_on(previous)
+            gradients = previous.gradients or previous
+        if self.gradients is not None:
+            self.gradients.take_over(residuals if self.steps < self.warmup else {}, gradients)
+        if self.steps < self.warmup:
+            return
+        if self.replica.settings.codec.feedback:
+            self.exchange.path.load_state_dict(residuals)
+        else:
+            self.replica.apply_residuals(residuals)
+        self.drop_anchors()
+
+    def go_on(self, previous: PeriodicDriver) -> None:
+        """Go on with the period of another driver where it is of the same mode, or with its momenta if it is alike."""
+        mode, other = self.replica.settings.mode, previous.replica.settings.mode
+        if type(mode) is type(other) and self.anchors.outer is not None and previous.anchors.outer is not None:
+            self.anchors.outer.momenta = previous.anchors.outer.momenta
+        self.exchange.rounds = previous.exchange.rounds
+        self.exchange.path.good_passes = previous.exchange.path.good_passes
+        if mode == other:
+            self.steps, self.meetings, self.length = previous.steps, previous.meetings, previous.length
+            self.met_at, self.equal_at = previous.met_at, previous.equal_at
+            self.start_gradients()
 
     # To be saved and restored
 
@@ -411,3 +465,5 @@ class PeriodicDriver(Driver):
         if self.gradients is not None:
             self.gradients.close()
         self.exchange.path.close()
+        if self.host is not None:
+            self.host.close()

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline.codecs.codec import Codec
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import compare_replicas
 from syncline.guards.fingerprint import ReplicaGuard
 from syncline.guards.hyperparameters import compare_hyperparameters, describe, describe_optimizers
 from syncline.modes.buffers import SettledBuffers
 from syncline.modes.settings import Settings
+from syncline.path.codec_state import Saved
+from syncline.path.coded import CodedPath
+from syncline.path.flushing import Dense, FlushingPath
 from syncline.path.make import make_path
 from syncline.path.path import Path
 from syncline.path.residuals import GradientScale
@@ -65,12 +69,28 @@ class Replica:
         """What no optimizer changes: frozen parameters, and buffers."""
         return [*(p for _, p in self.named() if not p.requires_grad), *self.model.buffers()]
 
-    def path(self, fabric: Fabric, scale: GradientScale | None = None) -> Path:
+    def path(self, fabric: Fabric, scale: GradientScale | None = None, codec: Codec | None = None) -> Path:
         """A path for buckets; residuals follow learning rates, unless a scale is given."""
-        chosen = self.settings.codec
+        chosen = codec or self.settings.codec
         find_scale = self.scale if scale is None else lambda: scale
         lean = self.settings.lean
         return make_path(fabric, self.collective, self.recorder, chosen, self.settings.seed, find_scale, lean)
+
+    def flushing(self, then: Path) -> Path:
+        """A path that sends residuals densely first, for a codec that has none."""
+        flush = self.path(then.fabric, codec=Dense())
+        assert isinstance(flush, CodedPath)
+        return FlushingPath(flush, then)
+
+    @torch.no_grad()
+    def apply_residuals(self, saved: Saved) -> None:
+        """Move parameters by the mean of what ranks have not sent, as a step of plain SGD would have moved them."""
+        residuals, scales = saved.get("residual", {}), saved.get("step_scale", {})
+        for name, parameter in self.named():
+            if name in residuals:
+                displacement = residuals[name].flatten() * scales.get(name, 0.0)
+                self.fabric.all_reduce(displacement, "mean")
+                parameter.sub_(displacement.view(parameter.shape))
 
     def learning_rates(self) -> dict[str, float]:
         """Of every parameter that is in an optimizer."""

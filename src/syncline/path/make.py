@@ -28,7 +28,7 @@ def make_path(
     lean: bool = False,
 ) -> Path:
     """A path for buckets; all ranks make it together."""
-    if isinstance(codec, NoCodec):
+    if isinstance(codec, NoCodec) and not codec.feedback:
         return PlainPath(fabric, collective, recorder)
     answerer = make_answerer(fabric, collective, codec)
     return CodedPath(fabric, collective, recorder, codec, seed, scale, answerer, lean)

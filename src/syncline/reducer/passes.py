@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from syncline.core.passes import NO_DATA
-from syncline.core.status import PassStatus
+from syncline.core.status import Call, PassStatus
 from syncline.path.bucket import Slot
 from syncline.path.work import PassWork
 
@@ -28,6 +28,7 @@ class Pass:
     produced: int = 0  # buckets that left with what they are for, and not only with zeros because it failed
     order: list[Slot] = field(default_factory=list)  # in which gradients came; only of the first pass
     unfrozen: list[str] = field(default_factory=list)  # parameters that had no bucket yet when the status left
+    call: Call = Call.SYNCHRONIZE  # what this rank does in it
     has_ended: bool = False  # its status has left
     has_compared: bool = False  # with the others, what is unfrozen
     works: list[PassWork] = field(default_factory=list)  # under way: the buckets, and those of what was unfrozen

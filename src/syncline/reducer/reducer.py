@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from syncline.core.passes import UNSURE, PassCounter
 from syncline.core.plan import Plan
-from syncline.core.status import OwnStatus, PassStatus
+from syncline.core.status import Call, OwnStatus, PassStatus
 from syncline.errors import ConfigError, Desync, FabricError, LateGradient, PeerError, SynclineError
 from syncline.fabric.base import Fabric
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
@@ -188,6 +188,8 @@ class Reducer:
             slot.fired = 0
         begun = Pass(self.passes, synchronizes, self.counter.next(has_data), late, self.is_tainted)
         begun.works.append(self.path.begin(begun.number, has_data))
+        for bucket in self.layout.buckets:
+            bucket.divisor = self.path.divisor_of(bucket.buffer.values.dtype)
         self.publish(begun, Doing.BACKWARD)
         return begun
 
@@ -285,6 +287,7 @@ class Reducer:
             fingerprint.touched,
             fingerprint.digest,
         )
+        own.call = current.call
         own.present = present_in(current.works[-1])
         if self.path.has_residuals and self.layout.buckets and not self.sparse_are_finite(current):
             own.nonfinite.add(self.layout.buckets[-1].number)  # residuals are kept before sparse gradients are averaged
@@ -358,6 +361,36 @@ class Reducer:
             self.end_pass(current)
         return self.complete(current)
 
+    def refuse_unused_gradients(self, call: str) -> None:
+        """Refuse what is only possible after a step, and not while there are gradients that no step has used."""
+        self.refuse_broken()
+        own = [slot for slot in self.layout.slots if slot.parameter.grad is slot.view]
+        if self.state is State.IDLE or (self.state is State.AT_HAND and not any(bool(slot.view.any()) for slot in own)):
+            return
+        raise ConfigError(
+            f"{call} came while there were gradients that no step has used; call it after optimizer.step(), or after "
+            f"zero_grad() has thrown them away"
+        )
+
+    def announce(self, call: Call) -> None:
+        """Say in a pass without data what this rank does between two steps; raise `Desync` unless all ranks do it.
+
+        Before the first pass there are no buckets, and what ranks do next is compared as any call is.
+        """
+        if not self.layout.is_made:
+            self.control.barrier()
+            return
+        for slot in self.layout.slots:
+            if slot.parameter.grad is slot.view:
+                slot.parameter.grad = slot.view.clone()  # the pass writes to the memory of the bucket
+        current = self.begin(True, has_data=False)
+        current.call = call
+        self.send_from(0, current)
+        self.end_pass(current)
+        self.depart(current)
+        self.status_of(current, is_newest=True)
+        self.publish(current, Doing.ELSEWHERE)
+
     def complete_abandoned(self) -> None:
         """Finish with the others a pass that failed here."""
         current, self.abandoned = self.abandoned, None
@@ -396,7 +429,7 @@ class Reducer:
             self.layout.turn_for(current.number)
             current.works.append(self.path.begin(current.number, current.has_data))
             self.send_from(before, current)
-            own = OwnStatus(current.number, current.since_step, current.failed or current.is_tainted)
+            own = OwnStatus(current.number, current.since_step, current.failed or current.is_tainted, call=current.call)
             own.present = present_in(current.works[-1])
             self.path.end(current.works[-1], own)
 
@@ -476,6 +509,7 @@ class Reducer:
             nonfinite = tuple(number for one in (first, *others) for number in one.nonfinite)
             status = replace(first, nonfinite=nonfinite)
         with self.staying_broken():
+            status.refuse_different_calls()
             asks = current.since_step == UNSURE and is_newest
             self.counter.compare(status.since_step, status.is_good, asks)
         return status

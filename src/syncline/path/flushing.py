@@ -1,0 +1,101 @@
+"""Residuals that the codec has no place for are sent densely with the next gradients, and then its own path is taken.
+
+A run gets there when it goes on with a codec without error feedback: by `Sync.reconfigure`, or from a checkpoint. All
+that the codec before it had left out is in the first good pass; until then, and in a checkpoint, it is kept as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+from weakref import WeakSet
+
+import torch
+
+from syncline.codecs.none import NoCodec
+from syncline.core.status import OwnStatus, PassStatus
+from syncline.path.bucket import Bucket
+from syncline.path.codec_state import Saved
+from syncline.path.coded import CodedPath
+from syncline.path.path import Path
+from syncline.path.work import PassWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dense(NoCodec):
+    """Sends gradient and residual in float32, so that no residual is left."""
+
+    feedback: ClassVar[bool] = True  # type: ignore[misc]
+
+
+class FlushingPath(Path):
+    """Takes one path until its residuals are sent, and another one from then on, at the same pass on all ranks."""
+
+    def __init__(self, flush: CodedPath, then: Path) -> None:
+        super().__init__(then.fabric, then.collective, then.recorder)
+        self.flush = flush
+        self.then = then
+        self.passes: WeakSet[PassWork] = WeakSet()  # that carry residuals
+        self.is_flushed = False
+
+    @property
+    def has_residuals(self) -> bool:  # type: ignore[override]
+        return self._now().has_residuals
+
+    def divisor_of(self, dtype: torch.dtype) -> int:
+        return self._now().divisor_of(dtype)
+
+    def begin(self, number: int, has_data: bool = True) -> PassWork:
+        if self.is_flushed:
+            self._change_over()
+        now = self._now()
+        now.joined = self.joined
+        now.good_passes = self.good_passes
+        current = now.begin(number, has_data)
+        if now is self.flush:
+            self.passes.add(current)
+        return current
+
+    def _now(self) -> Path:
+        """The path that the next pass takes."""
+        return self.then if self.is_flushed else self.flush
+
+    def _change_over(self) -> None:
+        """Wait for later passes that left before it was known that residuals were sent: the paths share a channel."""
+        for current in sorted(self.passes, key=lambda one: one.number):
+            self.flush.wait(current)
+        self.flush.close()
+
+    def _of(self, current: PassWork) -> Path:
+        """The path that a pass takes."""
+        return self.flush if current in self.passes else self.then
+
+    def start(self, current: PassWork, bucket: Bucket) -> None:
+        self._of(current).start(current, bucket)
+
+    def end(self, current: PassWork, own: OwnStatus) -> None:
+        self._of(current).end(current, own)
+
+    def wait_for_status(self, current: PassWork) -> PassStatus:
+        return self._of(current).wait_for_status(current)
+
+    def wait(self, current: PassWork) -> PassStatus:
+        path = self._of(current)
+        status = path.wait(current)
+        self.good_passes = path.good_passes
+        if path is self.flush:
+            self.is_flushed = self.is_flushed or status.is_good
+        return status
+
+    def state_dict(self) -> Saved:
+        then = self.then.state_dict()
+        return then if self.is_flushed else self.flush.state_dict() | {"state": then.get("state", {})}
+
+    def load_state_dict(self, saved: Saved) -> None:
+        self.flush.load_state_dict(saved | {"state": {}})
+        self.then.load_state_dict(saved | {"residual": {}, "step_scale": {}})
+        self.is_flushed = False
+
+    def close(self) -> None:
+        self.flush.close()
+        self.then.close()
