@@ -191,7 +191,6 @@ def test_a_step_that_is_skipped_never_happened_on_any_fabric(mode: str, fabric: 
     assert_it_never_happened(mode, "int8:rounding=stochastic", fabric)
 
 
-@wrong("a skipped NaN step with codecs that draw, dgc, warmup")
 @pytest.mark.parametrize("mode", ["delayed:warmup=4", "local:every=3,warmup=4"])
 def test_a_step_that_is_skipped_in_a_warm_up_of_its_mode_never_happened(mode: str) -> None:
     assert_it_never_happened(mode, "none")

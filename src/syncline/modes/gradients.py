@@ -177,8 +177,8 @@ class GradientDriver(Driver):
         """The fingerprint of this replica in a pass."""
         return self.guard.fingerprint(number) if self.guard is not None else NO_FINGERPRINT
 
-    def pass_ended(self, status: PassStatus) -> None:
-        """Gradients are at hand, or nobody can use them."""
+    def pass_ended(self, status: PassStatus) -> bool:
+        """Gradients are at hand; whether they can be used."""
         self.withholds = False
         self.any_active = bool(status.active)
         self.last_active = status.active[0] if status.active else self.last_active
@@ -196,6 +196,7 @@ class GradientDriver(Driver):
         if status.failed:
             self.passes_to_settle = 1
         self.late_versions = self.versions() if status.late and not self.lags else None
+        return not self.problem
 
     def doubt(self, status: PassStatus) -> None:
         """Doubt that replicas are equal, if the pass gives reason to; all ranks do so together."""

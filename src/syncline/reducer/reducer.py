@@ -58,7 +58,7 @@ class ReducerConfig:
 
     plan: Plan
     accumulate: int = 1
-    lags_after: int | None = None  # passes from which on backward returns the gradients of the pass before
+    lags_after: int | None = None  # good passes from which on backward returns the gradients of the pass before
     fixed: bool = False  # buckets follow the order of registration and not that of the first pass
     corrects: bool = False  # gradients become momenta on their way, so means are no gradients to add to
 
@@ -69,8 +69,8 @@ class PassListener(Protocol):
     def fingerprint(self, number: int) -> Fingerprint:
         """The fingerprint of this replica in a pass."""
 
-    def pass_ended(self, status: PassStatus) -> None:
-        """Gradients are where an optimizer finds them, or nobody can use them."""
+    def pass_ended(self, status: PassStatus) -> bool:
+        """Gradients are where an optimizer finds them; whether they can be used, which all ranks see alike."""
 
     def also_synchronize(self) -> None:
         """Say what else ranks say to each other in a pass."""
@@ -402,7 +402,7 @@ class Reducer:
         before, self.state = self.state, State.ARRIVING
         self.depart(current)
         status = None
-        if self.lags(current):
+        if self.lags:
             self.arrive_late()
             self.in_flight = current
         else:
@@ -413,9 +413,10 @@ class Reducer:
         self.publish(current, Doing.ELSEWHERE)
         return status
 
-    def lags(self, current: Pass) -> bool:
-        """Whether it is waited for only in the next pass."""
-        return self.config.lags_after is not None and current.number > self.config.lags_after
+    @property
+    def lags(self) -> bool:
+        """Whether a pass is waited for only in the next one. A warm-up counts good passes, as codecs do."""
+        return self.config.lags_after is not None and self.path.good_passes >= self.config.lags_after
 
     def depart(self, current: Pass) -> None:
         """See that everything has left, also what was unfrozen in this pass."""
@@ -467,8 +468,13 @@ class Reducer:
                 self.note_assigned(current)
             self.is_tainted = self.is_tainted or status.failed
         self.known_from = current.number
-        self.listener.pass_ended(status)
+        self.tell_listener(current, status)
         return status
+
+    def tell_listener(self, current: Pass, status: PassStatus) -> None:
+        """Say that a pass has ended, and count it if it can be used."""
+        if self.listener.pass_ended(status) and status.is_good:
+            self.path.count_good(current.works[0])
 
     def arrive_late(self) -> None:
         """Wait for the pass that is in flight, if there is one, and give its gradients to the parameters."""
@@ -477,7 +483,11 @@ class Reducer:
         self.has_late_means = late is not None
         if late is not None:
             self.known_from = late.number + 1
-            self.listener.pass_ended(self.assign_late_grads(late))
+            status = self.assign_late_grads(late)
+            if isinstance(late, Pass):
+                self.tell_listener(late, status)
+            else:
+                self.listener.pass_ended(status)
 
     def assign_late_grads(self, late: Pass | SavedPass) -> PassStatus:
         """Wait for a pass whose memory parameters have left since, and give its gradients to them."""
