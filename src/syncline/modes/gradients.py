@@ -42,7 +42,7 @@ class GradientDriver(Driver):
         self.is_draining = False
         self.scale = 1.0  # of the loss, when what is under way left
         self.passes_to_settle: int | None = None  # until ranks settle their scales, after one of them has failed
-        self.late_versions: list[object] | None = None  # of gradients that some ranks get only in their step
+        self.late_versions: list[tuple[int, int]] | None = None  # of gradients that some ranks get only in their step
         self.guard = replica.guard()
         self.doubted_from: int | None = None  # the pass from which on all ranks doubt that replicas are equal
         sparse = sparse_names(replica.model)
@@ -74,17 +74,12 @@ class GradientDriver(Driver):
 
     def refuse_changes(self) -> None:
         """Gradients that this rank clipped were handed to another one as they had been, in its step."""
-        if self.late_versions is None or self.late_versions == self.versions():
+        if self.late_versions is None or self.late_versions == self.reducer.versions():
             return
         raise Desync(
             "some ranks had no synchronized gradients before this step, and those of this rank were changed since "
             "backward (clipped?), so ranks would make different steps; call sync.wait() before that, on all ranks"
         )
-
-    def versions(self) -> list[object]:
-        """Other ones whenever somebody changes or replaces a gradient."""
-        own = [id(slot.parameter.grad) for slot in self.reducer.layout.slots]
-        return [*own, *(bucket.buffer.values._version for bucket in self.reducer.layout.buckets)]
 
     def after_round(self, skipped: bool) -> None:
         self.withholds = False
@@ -195,7 +190,7 @@ class GradientDriver(Driver):
         self.problem = self.what_is_wrong(status)
         if status.failed:
             self.passes_to_settle = 1
-        self.late_versions = self.versions() if status.late and not self.lags else None
+        self.late_versions = self.reducer.versions() if status.late and not self.lags else None
         return not self.problem
 
     def doubt(self, status: PassStatus) -> None:

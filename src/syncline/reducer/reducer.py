@@ -118,6 +118,7 @@ class Reducer:
         self.known_from = 0  # the pass from which on every rank knows the last status that this one has read
         self.passes_before_step = 0
         self.backwards = 0  # since the last optimizer step
+        self.local_versions: list[tuple[int, int]] = []  # in LOCAL: of the gradients when backward had ended
         self.is_paused = False  # by no_sync
         self.is_tainted = False  # by a backward pass that failed since the last step
 
@@ -134,7 +135,7 @@ class Reducer:
 
     def gradient_came(self, slot: Slot) -> None:
         """A gradient has been accumulated in `parameter.grad`: its bucket leaves with its last one."""
-        current = self.pass_of_gradient()
+        current = self.pass_of_gradient(slot)
         if not current.synchronizes:
             return
         slot.fired += 1
@@ -151,20 +152,26 @@ class Reducer:
 
     def unfrozen_came(self) -> None:
         """A parameter has a gradient that needed none before; it gets a bucket at the end of the pass."""
-        self.pass_of_gradient()
+        self.pass_of_gradient(None)
 
-    def pass_of_gradient(self) -> Pass:
+    def pass_of_gradient(self, slot: Slot | None) -> Pass:
         """The pass that a gradient belongs to, which begins with the first one."""
         current = self.current
         if current is None or current.autograd_pass != current_pass():
-            return self.enter_pass()
+            return self.enter_pass(slot)
         return current
 
-    def enter_pass(self) -> Pass:
-        """Begin a pass with the first gradient of a backward pass, or go on with it in one that is nested in it."""
+    def enter_pass(self, slot: Slot | None) -> Pass:
+        """Begin a pass with the first gradient of a backward pass, or go on with it in one that is nested in it.
+
+        The optimizer's step decides what is accumulated together: passes are counted from there, or from where their
+        gradients were thrown away, and all from the last one that is accumulated on are synchronized.
+        """
         if self.current is None:
+            if self.config.accumulate > 1 and not self.still_accumulates(slot):
+                self.backwards = 0
             self.backwards += 1
-            synchronizes = not self.is_paused and self.backwards % self.config.accumulate == 0
+            synchronizes = not self.is_paused and self.backwards >= self.config.accumulate
             self.current = self.begin(synchronizes)
             self.state = State.FILLING if synchronizes else State.ACCUMULATING
         self.current.autograd_pass = current_pass()
@@ -204,8 +211,9 @@ class Reducer:
             )
         if self.has_late_means and self.in_flight is not None and self.still_has_means():
             raise ConfigError(
-                "a second backward pass came before the optimizer's step; with mode=delayed say accumulate=N, or wrap "
-                "all but the last in sync.no_sync()"
+                f"a second backward pass came before the optimizer's step, whose gradients are at hand since backward "
+                f"pass {self.config.accumulate}; with mode=delayed say accumulate=N, or wrap all but the last in "
+                f"sync.no_sync()"
             )
 
     def refuse_momentum_of_momentum(self) -> None:
@@ -227,6 +235,40 @@ class Reducer:
             return False
         handed_out = [slot.view for slot in self.layout.slots if slot.parameter.grad is slot.view]
         return sum(bool(view.any()) for view in handed_out) > 1
+
+    def still_accumulates(self, first: Slot | None) -> bool:
+        """Whether any gradient is still there that no step has used, seen when the first one of a pass has come.
+
+        The values of those that this rank alone has say nothing: they may be zero, and all ranks must see the same.
+        """
+        if self.state is not State.LOCAL:
+            return self.state is State.AT_HAND and self.still_has_means()
+        if self.is_tainted:  # a pass that failed here has dropped them, and the other ranks count on
+            return True
+        versions = dict(self.local_versions)
+        for slot in chain(self.layout.slots, self.layout.sparse):
+            gradient = slot.parameter.grad
+            if gradient is None or id(gradient) not in versions:
+                continue
+            if slot is not first or gradient._version > versions[id(gradient)]:
+                return True
+        return False
+
+    def refuse_changed_local(self) -> None:
+        """Gradients of this rank alone that were changed after backward would be averaged as they are by now."""
+        if not self.path.waits_for_ranks or set(self.versions()) <= set(self.local_versions):
+            return
+        raise ConfigError(
+            f"the gradients of {self.backwards} backward pass(es) since the last step were changed before this step "
+            f"(clipped?) while they were this rank's own and not means over ranks, which they become in backward pass "
+            f"{self.config.accumulate} (accumulate={self.config.accumulate}) outside of sync.no_sync(); call "
+            f"sync.wait() before clipping, on all ranks, where a step may come earlier, as at the end of an epoch"
+        )
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Other ones whenever somebody changes or replaces a gradient."""
+        gradients = [slot.parameter.grad for slot in chain(self.layout.slots, self.layout.sparse)]
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     # How buckets leave
 
@@ -319,6 +361,7 @@ class Reducer:
             self.complete(current)
         elif current is not None:
             self.state = State.LOCAL
+            self.local_versions = self.versions()
 
     def backward_failed(self) -> None:
         """An exception ended the backward pass: the others must not wait, and nobody may use this pass.
@@ -606,6 +649,8 @@ class Reducer:
         for bucket in self.layout.buckets:
             bucket.refuse_converted(bucket.slots[:1])  # a model that was converted has told nobody of its gradients
         self.complete_abandoned()
+        if self.state is State.LOCAL and late:
+            self.refuse_changed_local()
         if self.state is State.LOCAL or self.passes == self.passes_before_step:
             self.synchronize(late=late)
 
