@@ -136,7 +136,6 @@ FROZEN = Refused(ConfigError, "needs a gradient now, but was frozen")
 FROZEN_AT_SERVERS = Refused(ConfigError, "began to need gradients after servers were set up")
 THROWN_AWAY = Wrong("path: delayed, gradients that zero_grad() threw away are applied", (AssertionError, RankFailed))
 CLIPPED_ALONE = Refused(ConfigError, "changed before this step .clipped.. while they were this rank's own")
-KEPT = Wrong("path: gradients kept by reference over zero_grad()")
 CLOSURE = Refused(PairingError, "evaluates a closure in its step")
 TOO_EARLY = Wrong("none: servers are given a second optimizer's gradients before they are unscaled or clipped for it")
 AGAIN = Wrong("none: delayed, a step without a backward pass sends the gradients of the one before again")
@@ -235,7 +234,7 @@ CASES: dict[str, Case] = {
         tolerance=1e-8,
         but=in_modes(["delayed", *SERVED], CLOSURE),
     ),
-    "gradient surgery": Case(loop=surgery, but={"delayed": THROWN_AWAY, **in_modes(["sync", *SERVED], KEPT)}),
+    "gradient surgery": Case(loop=surgery, but={"delayed": THROWN_AWAY}),
     "StepLR": Case(loop=partial(scheduled, make=partial(StepLR, step_size=2, gamma=0.3))),
     "warm-up, then cosine": Case(loop=partial(scheduled, make=sequential)),
     "OneCycleLR": Case(loop=partial(scheduled, make=partial(OneCycleLR, max_lr=0.3, total_steps=STEPS))),
