@@ -256,7 +256,6 @@ def test_a_rank_that_evaluates_alone_stays_with_the_others() -> None:
     assert_they_stay_together(clips=False)
 
 
-@wrong("delayed, with clipping a rank that evaluates alone comes apart", (AssertionError, RankFailed))
 @pytest.mark.parametrize("fabric", EVERY_FABRIC)
 def test_a_rank_that_evaluates_alone_stays_with_others_that_clip(fabric: str) -> None:
     assert_they_stay_together(clips=True, fabric=fabric)

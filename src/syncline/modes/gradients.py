@@ -43,6 +43,8 @@ class GradientDriver(Driver):
         self.scale = 1.0  # of the loss, when what is under way left
         self.passes_to_settle: int | None = None  # until ranks settle their scales, after one of them has failed
         self.late_versions: list[tuple[int, int]] | None = None  # of gradients that some ranks get only in their step
+        self.handed_out: list[tuple[int, int]] = []  # versions of gradients when backward had ended
+        self.changes_gradients = False  # the loop does, between backward and step, as one that clips
         self.guard = replica.guard()
         self.doubted_from: int | None = None  # the pass from which on all ranks doubt that replicas are equal
         sparse = sparse_names(replica.model)
@@ -63,6 +65,7 @@ class GradientDriver(Driver):
         if not self.is_draining:
             self.reducer.before_step()
             self.refuse_changes()
+            self.note_changes()
         if self.guard is not None:
             self.guard.begin_step()
         return self.problem
@@ -80,6 +83,16 @@ class GradientDriver(Driver):
             "some ranks had no synchronized gradients before this step, and those of this rank were changed since "
             "backward (clipped?), so ranks would make different steps; call sync.wait() before that, on all ranks"
         )
+
+    def note_changes(self) -> None:
+        """Whether the loop changes gradients at hand. A rank that applied the last ones alone would not do so."""
+        if self.lags and not self.changes_gradients:
+            self.changes_gradients = self.reducer.versions() != self.handed_out
+
+    def unscaled(self) -> None:
+        """A GradScaler has divided the gradients at hand, which is no change: drain() has them unscaled as well."""
+        if self.lags and not self.changes_gradients:
+            self.handed_out = self.reducer.versions()
 
     def after_round(self, skipped: bool) -> None:
         self.withholds = False
@@ -103,9 +116,11 @@ class GradientDriver(Driver):
     def before_forward(self) -> None:
         """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten.
 
-        Between backward and step there are gradients at hand, which are not to be overtaken by later ones.
+        Between backward and step there are gradients at hand, which are not to be overtaken by later ones. Where the
+        loop clips, the last ones wait for its next step: only there are they what all ranks make of them.
         """
-        evaluates = not self.replica.model.training and not self.reducer.has_late_means
+        is_allowed = not self.reducer.has_late_means and not self.changes_gradients
+        evaluates = not self.replica.model.training and is_allowed
         if evaluates or self.reducer.abandoned is not None:
             self.drain()
 
@@ -208,6 +223,8 @@ class GradientDriver(Driver):
             self.scale = self.replica.scaler.get_scale()
         if self.reducer.in_flight is not None and not self.reducer.has_late_means:
             self.pretend()
+        if self.lags:
+            self.handed_out = self.reducer.versions()
         self.replica.settle_buffers(self.last_active)
         if not self.lags:
             self.compare(f"before step {self.reducer.passes}")
@@ -313,12 +330,14 @@ class GradientDriver(Driver):
             "layout": self.reducer.state_dict(),
             "codec_state": self.reducer.path.state_dict(),
             "scale": self.scale,
+            "changes_gradients": self.changes_gradients,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.reducer.restore(saved["layout"])
         self.load_codec_state(saved["codec_state"])
         self.scale = saved["scale"]
+        self.changes_gradients = saved["changes_gradients"]
 
     def close(self) -> None:
         if self.hook is not None:
