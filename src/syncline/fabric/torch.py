@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -448,12 +448,11 @@ class EngineHandle:
     ) -> None:
         self.fabric = fabric
         self.call = call
-        self.work = work
+        self.work: dist.Work | None = work  # until it has ended: it holds the tensors
         self.end = end
         self.began_ns = self.ended_ns = began_ns
-        self.is_ended = False
         self.is_finite: bool | None = None
-        self.future = work.get_future()
+        self.future: torch.futures.Future[Any] | None = work.get_future()
         self.future.add_done_callback(self._note_time)
 
     def _note_time(self, _: object) -> None:
@@ -470,22 +469,28 @@ class EngineHandle:
                     f"{self.call} is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
                     f"{self.fabric.deadlines.operation} s late"
                 )
-        if self.is_ended:
+        if self.work is None:
             return
         try:
             self.work.wait()
         except RuntimeError as error:
             raise self.fabric.failed(None, error, self.began_ns / 1e9, self.call) from error
-        self.is_ended = True
         self.is_finite = self.end()
+        self.work = self.future = None
+        self.end = lambda: None
 
     def done(self) -> bool:
         """Whether it is over, one way or another."""
-        return bool(self.future.done())
+        future = self.future
+        return future is None or bool(future.done())
 
     def on_done(self, call: Callable[[], None]) -> None:
         """Have something called when it is over, in a thread of the engine."""
-        self.future.add_done_callback(lambda _: call())
+        future = self.future
+        if future is None:
+            call()
+        else:
+            future.add_done_callback(lambda _: call())
 
     def times(self) -> Times:
         """When it happened; an engine does not say when all ranks had arrived."""
