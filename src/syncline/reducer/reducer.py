@@ -516,7 +516,8 @@ class Reducer:
             nonfinite = tuple(number for one in (first, *others) for number in one.nonfinite)
             status = replace(first, nonfinite=nonfinite)
         with self.staying_broken():
-            status.refuse_different_calls()
+            if self.path.waits_for_ranks:
+                status.refuse_different_calls()
             asks = current.since_step == UNSURE and is_newest
             self.counter.compare(status.since_step, status.is_good, asks)
         return status
