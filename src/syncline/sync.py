@@ -124,7 +124,8 @@ class Sync:
         steps = StepListener(self._before_step, self._after_step)
         self._endings = [watch_steps(optimizer, steps) for optimizer in self.optimizers]
         if scaler is not None:
-            self._endings.append(watch_scaler(scaler, ScalerListener(self._before_unscale, self._after_update)))
+            heard = ScalerListener(self._before_unscale, self._after_unscale, self._after_update)
+            self._endings.append(watch_scaler(scaler, heard))
         self.recorder.begin(monotonic_ns())
 
     def _begin(self) -> Driver:
@@ -420,6 +421,11 @@ class Sync:
         """Let the scaler see means: a rank without a backward pass takes part in that of the others now."""
         if self.driver is not None and optimizer in self.optimizers and self._begins_round(optimizer):
             self.driver.wait()
+
+    def _after_unscale(self) -> None:
+        """The scaler has divided gradients by its scale."""
+        if self.driver is not None:
+            self.driver.unscaled()
 
     def _after_update(self) -> None:
         """The scaler has updated its scale."""

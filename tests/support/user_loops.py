@@ -104,17 +104,22 @@ def pairs(run: Run, pause: bool = False, clip: bool = False) -> None:
 
 
 def uneven_epochs(run: Run, last: str) -> None:
-    """For `accumulate=2`: epochs of five batches, whose last one is stepped with, carried over or thrown away."""
+    """For `accumulate=2`: epochs of five batches, whose last one is stepped with, carried over or thrown away.
+
+    To be stepped with and clipped it is waited for, because it may be this rank's own.
+    """
     number = count()
     run.zero_grad()
     for epoch in range(3):
         if last == "thrown away":
             run.zero_grad()
         for place in range(5):
-            is_complete = place % 2 == 1 or (place == 4 and last == "stepped with")
+            is_complete = place % 2 == 1 or (place == 4 and last in ("stepped with", "waited for"))
             with nullcontext() if is_complete else run.more_to_come():
                 run.backward(next(number))
             if is_complete:
+                if last == "waited for":
+                    run.wait()
                 clip_norm(run, epoch)
                 run.step()
                 run.zero_grad()

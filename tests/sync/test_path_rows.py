@@ -111,7 +111,6 @@ def assert_held(mode: str, how: str, fabric: str = "threads") -> None:
         assert all(kept)
 
 
-@wrong("gradients kept by reference over zero_grad()")
 @pytest.mark.parametrize("how", HOLDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_that_somebody_holds_keep_their_values(mode: str, how: str) -> None:
@@ -119,7 +118,6 @@ def test_gradients_that_somebody_holds_keep_their_values(mode: str, how: str) ->
 
 
 @pytest.mark.slow
-@wrong("gradients kept by reference over zero_grad()")
 @pytest.mark.parametrize("fabric", PROCESS_FABRICS)
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_that_somebody_holds_keep_their_values_on_every_fabric(mode: str, fabric: str) -> None:
@@ -130,6 +128,32 @@ def test_gradients_that_somebody_holds_keep_their_values_on_every_fabric(mode: s
 @pytest.mark.parametrize("mode", ["local:every=2", "slowmo:every=2", "diloco:every=2"])
 def test_gradients_that_nobody_sends_keep_their_values(mode: str, how: str) -> None:
     assert_held(mode, how)
+
+
+def memory_over_passes(fabric: syncline.Fabric, mode: str, codec: str, to_none: bool) -> int:
+    """How many memories the first bucket has had in a loop that holds nothing."""
+    model = fill(mlp(torch.float32), seed=0)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode, codec=codec, **SMALL_BUCKETS)
+    seen = []
+    for number in range(8):
+        optimizer.zero_grad(set_to_none=to_none)
+        squared_in_single(model, Batch(fabric.rank, number)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        buffers = sync.reducer.layout.buckets[0].buffers
+        seen += [buffer.values for buffer in buffers if not any(buffer.values is one for one in seen)]
+    sync.close()
+    return len(seen)
+
+
+@pytest.mark.parametrize("fabric", EVERY_FABRIC)
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "topk:0.1", "powersgd:1", "onebit"])
+@pytest.mark.parametrize(("mode", "memories"), [("sync", 1), ("delayed", 2), ("bounded:ahead=0", 1)])
+def test_gradients_that_nobody_holds_stay_in_their_memory(mode: str, memories: int, codec: str, fabric: str) -> None:
+    for to_none in (True, False):
+        found = on_ranks(partial(memory_over_passes, mode=mode, codec=codec, to_none=to_none), fabric)
+        assert found == [memories] * WORLD
 
 
 # A step that is skipped never happened
@@ -191,7 +215,6 @@ def test_a_step_that_is_skipped_never_happened_on_any_fabric(mode: str, fabric: 
     assert_it_never_happened(mode, "int8:rounding=stochastic", fabric)
 
 
-@wrong("a skipped NaN step with codecs that draw, dgc, warmup")
 @pytest.mark.parametrize("mode", ["delayed:warmup=4", "local:every=3,warmup=4"])
 def test_a_step_that_is_skipped_in_a_warm_up_of_its_mode_never_happened(mode: str) -> None:
     assert_it_never_happened(mode, "none")
@@ -233,7 +256,6 @@ def test_a_rank_that_evaluates_alone_stays_with_the_others() -> None:
     assert_they_stay_together(clips=False)
 
 
-@wrong("delayed, with clipping a rank that evaluates alone comes apart", (AssertionError, RankFailed))
 @pytest.mark.parametrize("fabric", EVERY_FABRIC)
 def test_a_rank_that_evaluates_alone_stays_with_others_that_clip(fabric: str) -> None:
     assert_they_stay_together(clips=True, fabric=fabric)

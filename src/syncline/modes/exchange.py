@@ -130,6 +130,7 @@ class Exchange:
         if status.is_good:
             self.rescale(fragment, len(status.active))
             self.path.grads_assigned(fragment.work)
+            self.path.count_good(fragment.work)
         bad = [slot.name for bucket in fragment.buckets if bucket.number in status.nonfinite for slot in bucket.slots]
         means = {slot.name: slot.view for slot in fragment.slots}
         contributed = self.fabric.rank in status.active

@@ -42,7 +42,9 @@ class GradientDriver(Driver):
         self.is_draining = False
         self.scale = 1.0  # of the loss, when what is under way left
         self.passes_to_settle: int | None = None  # until ranks settle their scales, after one of them has failed
-        self.late_versions: list[object] | None = None  # of gradients that some ranks get only in their step
+        self.late_versions: list[tuple[int, int]] | None = None  # of gradients that some ranks get only in their step
+        self.handed_out: list[tuple[int, int]] = []  # versions of gradients when backward had ended
+        self.changes_gradients = False  # the loop does, between backward and step, as one that clips
         self.guard = replica.guard()
         self.doubted_from: int | None = None  # the pass from which on all ranks doubt that replicas are equal
         sparse = sparse_names(replica.model)
@@ -63,6 +65,7 @@ class GradientDriver(Driver):
         if not self.is_draining:
             self.reducer.before_step()
             self.refuse_changes()
+            self.note_changes()
         if self.guard is not None:
             self.guard.begin_step()
         return self.problem
@@ -74,17 +77,22 @@ class GradientDriver(Driver):
 
     def refuse_changes(self) -> None:
         """Gradients that this rank clipped were handed to another one as they had been, in its step."""
-        if self.late_versions is None or self.late_versions == self.versions():
+        if self.late_versions is None or self.late_versions == self.reducer.versions():
             return
         raise Desync(
             "some ranks had no synchronized gradients before this step, and those of this rank were changed since "
             "backward (clipped?), so ranks would make different steps; call sync.wait() before that, on all ranks"
         )
 
-    def versions(self) -> list[object]:
-        """Other ones whenever somebody changes or replaces a gradient."""
-        own = [id(slot.parameter.grad) for slot in self.reducer.layout.slots]
-        return [*own, *(bucket.buffer.values._version for bucket in self.reducer.layout.buckets)]
+    def note_changes(self) -> None:
+        """Whether the loop changes gradients at hand. A rank that applied the last ones alone would not do so."""
+        if self.lags and not self.changes_gradients:
+            self.changes_gradients = self.reducer.versions() != self.handed_out
+
+    def unscaled(self) -> None:
+        """A GradScaler has divided the gradients at hand, which is no change: drain() has them unscaled as well."""
+        if self.lags and not self.changes_gradients:
+            self.handed_out = self.reducer.versions()
 
     def after_round(self, skipped: bool) -> None:
         self.withholds = False
@@ -108,9 +116,11 @@ class GradientDriver(Driver):
     def before_forward(self) -> None:
         """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten.
 
-        Between backward and step there are gradients at hand, which are not to be overtaken by later ones.
+        Between backward and step there are gradients at hand, which are not to be overtaken by later ones. Where the
+        loop clips, the last ones wait for its next step: only there are they what all ranks make of them.
         """
-        evaluates = not self.replica.model.training and not self.reducer.has_late_means
+        is_allowed = not self.reducer.has_late_means and not self.changes_gradients
+        evaluates = not self.replica.model.training and is_allowed
         if evaluates or self.reducer.abandoned is not None:
             self.drain()
 
@@ -177,8 +187,8 @@ class GradientDriver(Driver):
         """The fingerprint of this replica in a pass."""
         return self.guard.fingerprint(number) if self.guard is not None else NO_FINGERPRINT
 
-    def pass_ended(self, status: PassStatus) -> None:
-        """Gradients are at hand, or nobody can use them."""
+    def pass_ended(self, status: PassStatus) -> bool:
+        """Gradients are at hand; whether they can be used."""
         self.withholds = False
         self.any_active = bool(status.active)
         self.last_active = status.active[0] if status.active else self.last_active
@@ -195,7 +205,8 @@ class GradientDriver(Driver):
         self.problem = self.what_is_wrong(status)
         if status.failed:
             self.passes_to_settle = 1
-        self.late_versions = self.versions() if status.late and not self.lags else None
+        self.late_versions = self.reducer.versions() if status.late and not self.lags else None
+        return not self.problem
 
     def doubt(self, status: PassStatus) -> None:
         """Doubt that replicas are equal, if the pass gives reason to; all ranks do so together."""
@@ -212,6 +223,8 @@ class GradientDriver(Driver):
             self.scale = self.replica.scaler.get_scale()
         if self.reducer.in_flight is not None and not self.reducer.has_late_means:
             self.pretend()
+        if self.lags:
+            self.handed_out = self.reducer.versions()
         self.replica.settle_buffers(self.last_active)
         if not self.lags:
             self.compare(f"before step {self.reducer.passes}")
@@ -321,12 +334,14 @@ class GradientDriver(Driver):
             "layout": self.reducer.state_dict(),
             "codec_state": self.reducer.path.state_dict(),
             "scale": self.scale,
+            "changes_gradients": self.changes_gradients,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.reducer.restore(saved["layout"])
         self.load_codec_state(saved["codec_state"])
         self.scale = saved["scale"]
+        self.changes_gradients = saved["changes_gradients"]
 
     def close(self) -> None:
         if self.hook is not None:

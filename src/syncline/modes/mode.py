@@ -85,6 +85,9 @@ class Driver(ABC):
     def after_update(self) -> None:
         """A GradScaler has updated its scale, after a step that was made or left out."""
 
+    def unscaled(self) -> None:
+        """A GradScaler has divided the gradients of an optimizer by its scale."""
+
     def needs_scaler(self) -> str:
         """Why this driver must know the GradScaler of the loop, if there is one; empty if it need not."""
         return ""

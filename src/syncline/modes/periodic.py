@@ -139,7 +139,9 @@ class PeriodicDriver(Driver):
             self.gradients.wait()
 
     def count(self) -> None:
-        """A step is over."""
+        """A step is over. One that all ranks skip together, in the warm-up, never happened."""
+        if self.steps < self.warmup and self.gradients is not None and self.gradients.problem:
+            return
         self.steps += 1
         self.loads.train()
         if self.steps < self.warmup:

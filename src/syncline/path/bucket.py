@@ -16,6 +16,7 @@ from syncline.codecs.codec import Part
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, name_of
 from syncline.guards.claims import strides_of
+from syncline.path.holders import count_references, count_tensors, warn_of_blindness
 from syncline.path.placing import SMALL_BYTES, put
 
 NOT_SEEN = 1 << 30  # gradients: more than come in any pass, so a bucket waits for its end
@@ -79,6 +80,7 @@ class BucketBuffer:
         for slot in slots:
             self.views.append(view_of(slot, self.values[start : start + slot.parameter.numel()]))
             start += slot.parameter.numel()
+        self.tensors = count_tensors(self.values)  # on this memory, as long as nobody else holds it
         self.places = [(view.data_ptr(), view.storage_offset(), view.shape, view.stride()) for view in self.views]
 
     def renew_views(self) -> bool:
@@ -109,12 +111,15 @@ class Bucket:
         self.divisor = divisor  # of gradients on their way in, where the fabric only adds
         self.finite: bool | None = True  # whether all that was divided is; None where nobody has looked
         self.present = [1] * len(slots)  # whether this rank has a gradient of each, in this pass
-        dtype = dtype or (slots[0].parameter.dtype if slots else torch.float32)
-        self.buffers = [BucketBuffer(fabric, slots, dtype) for _ in range(buffers)]
+        self.fabric = fabric
+        self.dtype = dtype or (slots[0].parameter.dtype if slots else torch.float32)
+        self.buffers = [BucketBuffer(fabric, slots, self.dtype) for _ in range(buffers)]
         self.buffer = self.buffers[0]
         for slot in slots:
             slot.bucket = self
         self.turn_to(self.buffer)
+        self.references = count_references([slot.view for slot in slots])  # to a gradient that nobody else holds
+        warn_of_blindness()
 
     def turn_to(self, buffer: BucketBuffer) -> None:
         """Let gradients go to, and be found in, this memory from now on."""
@@ -137,12 +142,26 @@ class Bucket:
         """Get ready for the gradients of a pass."""
         if self.buffer.renew_views():
             self.turn_to(self.buffer)
+        if self.is_held():
+            self.leave_memory()
         self.missing = len(self.slots)
         self.finite = True
         self.buffer.finite = None
         self.present = [1] * len(self.slots)
         for slot in self.slots:
             slot.is_divided = False
+
+    def is_held(self) -> bool:
+        """Whether somebody holds gradients that no parameter has any more, and which are not to change."""
+        given_up = [slot.view for slot in self.slots if slot.parameter.grad is not slot.view]
+        is_shared = count_tensors(self.buffer.values) > self.buffer.tensors
+        return bool(given_up) and (is_shared or count_references(given_up) > self.references)
+
+    def leave_memory(self) -> None:
+        """Leave this memory to whoever holds it, and use other memory from now on."""
+        position = self.buffers.index(self.buffer)
+        self.buffers[position] = BucketBuffer(self.fabric, self.slots, self.dtype)
+        self.turn_to(self.buffers[position])
 
     def learn(self) -> None:
         """Note how many gradients of each parameter come in a pass, of those that came for the first time."""

@@ -87,6 +87,11 @@ class FlushingPath(Path):
             self.is_flushed = self.is_flushed or status.is_good
         return status
 
+    def count_good(self, current: PassWork) -> None:
+        path = self._of(current)
+        path.count_good(current)
+        self.good_passes = path.good_passes
+
     def state_dict(self) -> Saved:
         then = self.then.state_dict()
         return then if self.is_flushed else self.flush.state_dict() | {"state": then.get("state", {})}

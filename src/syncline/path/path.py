@@ -89,6 +89,9 @@ class Path(ABC):
         numbers = current.bucket_numbers
         return numbers[min(current.arrived, len(numbers) - 1)] if numbers else 0
 
+    def count_good(self, current: PassWork) -> None:
+        """All ranks use this pass. Paths that commit residuals have counted it then."""
+
     def grads_assigned(self, current: PassWork) -> None:
         """The means of these buckets are where they are used from now on."""
         now_ns = monotonic_ns()

@@ -76,8 +76,10 @@ class PlainPath(Path):
             self.note_arrival(work, handle, status, ended_ns, waited)
         current.status = status = replace(status, nonfinite=())  # the means tell by themselves
         current.is_complete = True
-        self.good_passes += status.is_good
         return status
+
+    def count_good(self, current: PassWork) -> None:
+        self.good_passes += 1
 
     def note_arrival(
         self, work: BucketWork, handle: Handle, status: PassStatus, ended_ns: int, waited: tuple[int, int]

@@ -60,7 +60,7 @@ class ReducerConfig:
 
     plan: Plan
     accumulate: int = 1
-    lags_after: int | None = None  # passes from which on backward returns the gradients of the pass before
+    lags_after: int | None = None  # good passes from which on backward returns the gradients of the pass before
     fixed: bool = False  # buckets follow the order of registration and not that of the first pass
     corrects: bool = False  # gradients become momenta on their way, so means are no gradients to add to
 
@@ -71,8 +71,8 @@ class PassListener(Protocol):
     def fingerprint(self, number: int) -> Fingerprint:
         """The fingerprint of this replica in a pass."""
 
-    def pass_ended(self, status: PassStatus) -> None:
-        """Gradients are where an optimizer finds them, or nobody can use them."""
+    def pass_ended(self, status: PassStatus) -> bool:
+        """Gradients are where an optimizer finds them; whether they can be used, which all ranks see alike."""
 
     def also_synchronize(self) -> None:
         """Say what else ranks say to each other in a pass."""
@@ -120,6 +120,7 @@ class Reducer:
         self.known_from = 0  # the pass from which on every rank knows the last status that this one has read
         self.passes_before_step = 0
         self.backwards = 0  # since the last optimizer step
+        self.local_versions: list[tuple[int, int]] = []  # in LOCAL: of the gradients when backward had ended
         self.is_paused = False  # by no_sync
         self.is_tainted = False  # by a backward pass that failed since the last step
 
@@ -136,7 +137,7 @@ class Reducer:
 
     def gradient_came(self, slot: Slot) -> None:
         """A gradient has been accumulated in `parameter.grad`: its bucket leaves with its last one."""
-        current = self.pass_of_gradient()
+        current = self.pass_of_gradient(slot)
         if not current.synchronizes:
             return
         slot.fired += 1
@@ -153,20 +154,26 @@ class Reducer:
 
     def unfrozen_came(self) -> None:
         """A parameter has a gradient that needed none before; it gets a bucket at the end of the pass."""
-        self.pass_of_gradient()
+        self.pass_of_gradient(None)
 
-    def pass_of_gradient(self) -> Pass:
+    def pass_of_gradient(self, slot: Slot | None) -> Pass:
         """The pass that a gradient belongs to, which begins with the first one."""
         current = self.current
         if current is None or current.autograd_pass != current_pass():
-            return self.enter_pass()
+            return self.enter_pass(slot)
         return current
 
-    def enter_pass(self) -> Pass:
-        """Begin a pass with the first gradient of a backward pass, or go on with it in one that is nested in it."""
+    def enter_pass(self, slot: Slot | None) -> Pass:
+        """Begin a pass with the first gradient of a backward pass, or go on with it in one that is nested in it.
+
+        The optimizer's step decides what is accumulated together: passes are counted from there, or from where their
+        gradients were thrown away, and all from the last one that is accumulated on are synchronized.
+        """
         if self.current is None:
+            if self.config.accumulate > 1 and not self.still_accumulates(slot):
+                self.backwards = 0
             self.backwards += 1
-            synchronizes = not self.is_paused and self.backwards % self.config.accumulate == 0
+            synchronizes = not self.is_paused and self.backwards >= self.config.accumulate
             self.current = self.begin(synchronizes)
             self.state = State.FILLING if synchronizes else State.ACCUMULATING
         self.current.autograd_pass = current_pass()
@@ -206,8 +213,9 @@ class Reducer:
             )
         if self.has_late_means and self.in_flight is not None and self.still_has_means():
             raise ConfigError(
-                "a second backward pass came before the optimizer's step; with mode=delayed say accumulate=N, or wrap "
-                "all but the last in sync.no_sync()"
+                f"a second backward pass came before the optimizer's step, whose gradients are at hand since backward "
+                f"pass {self.config.accumulate}; with mode=delayed say accumulate=N, or wrap all but the last in "
+                f"sync.no_sync()"
             )
 
     def refuse_momentum_of_momentum(self) -> None:
@@ -233,6 +241,40 @@ class Reducer:
         """Gradients that parameters have in the memory of buckets."""
         slots = [slot for bucket in self.layout.buckets for slot in bucket.slots]
         return [slot.view for slot in slots if slot.parameter.grad is slot.view]
+
+    def still_accumulates(self, first: Slot | None) -> bool:
+        """Whether any gradient is still there that no step has used, seen when the first one of a pass has come.
+
+        The values of those that this rank alone has say nothing: they may be zero, and all ranks must see the same.
+        """
+        if self.state is not State.LOCAL:
+            return self.state is State.AT_HAND and self.still_has_means()
+        if self.is_tainted:  # a pass that failed here has dropped them, and the other ranks count on
+            return True
+        versions = dict(self.local_versions)
+        for slot in chain(self.layout.slots, self.layout.sparse):
+            gradient = slot.parameter.grad
+            if gradient is None or id(gradient) not in versions:
+                continue
+            if slot is not first or gradient._version > versions[id(gradient)]:
+                return True
+        return False
+
+    def refuse_changed_local(self) -> None:
+        """Gradients of this rank alone that were changed after backward would be averaged as they are by now."""
+        if not self.path.waits_for_ranks or set(self.versions()) <= set(self.local_versions):
+            return
+        raise ConfigError(
+            f"the gradients of {self.backwards} backward pass(es) since the last step were changed before this step "
+            f"(clipped?) while they were this rank's own and not means over ranks, which they become in backward pass "
+            f"{self.config.accumulate} (accumulate={self.config.accumulate}) outside of sync.no_sync(); call "
+            f"sync.wait() before clipping, on all ranks, where a step may come earlier, as at the end of an epoch"
+        )
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Other ones whenever somebody changes or replaces a gradient."""
+        gradients = [slot.parameter.grad for slot in chain(self.layout.slots, self.layout.sparse)]
+        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
 
     # How buckets leave
 
@@ -325,6 +367,7 @@ class Reducer:
             self.complete(current)
         elif current is not None:
             self.state = State.LOCAL
+            self.local_versions = self.versions()
 
     def backward_failed(self) -> None:
         """An exception ended the backward pass: the others must not wait, and nobody may use this pass.
@@ -409,7 +452,7 @@ class Reducer:
         before, self.state = self.state, State.ARRIVING
         self.depart(current)
         status = None
-        if self.lags(current):
+        if self.lags:
             self.arrive_late()
             self.in_flight = current
         else:
@@ -420,9 +463,10 @@ class Reducer:
         self.publish(current, Doing.ELSEWHERE)
         return status
 
-    def lags(self, current: Pass) -> bool:
-        """Whether it is waited for only in the next pass."""
-        return self.config.lags_after is not None and current.number > self.config.lags_after
+    @property
+    def lags(self) -> bool:
+        """Whether a pass is waited for only in the next one. A warm-up counts good passes, as codecs do."""
+        return self.config.lags_after is not None and self.path.good_passes >= self.config.lags_after
 
     def depart(self, current: Pass) -> None:
         """See that everything has left, also what was unfrozen in this pass."""
@@ -474,8 +518,13 @@ class Reducer:
                 self.note_assigned(current)
             self.is_tainted = self.is_tainted or status.failed
         self.known_from = current.number
-        self.listener.pass_ended(status)
+        self.tell_listener(current, status)
         return status
+
+    def tell_listener(self, current: Pass, status: PassStatus) -> None:
+        """Say that a pass has ended, and count it if it can be used."""
+        if self.listener.pass_ended(status) and status.is_good:
+            self.path.count_good(current.works[0])
 
     def arrive_late(self) -> None:
         """Wait for the pass that is in flight, if there is one, and give its gradients to the parameters."""
@@ -484,7 +533,11 @@ class Reducer:
         self.has_late_means = late is not None
         if late is not None:
             self.known_from = late.number + 1
-            self.listener.pass_ended(self.assign_late_grads(late))
+            status = self.assign_late_grads(late)
+            if isinstance(late, Pass):
+                self.tell_listener(late, status)
+            else:
+                self.listener.pass_ended(status)
 
     def assign_late_grads(self, late: Pass | SavedPass) -> PassStatus:
         """Wait for a pass whose memory parameters have left since, and give its gradients to them."""
@@ -603,6 +656,8 @@ class Reducer:
         for bucket in self.layout.buckets:
             bucket.refuse_converted(bucket.slots[:1])  # a model that was converted has told nobody of its gradients
         self.complete_abandoned()
+        if self.state is State.LOCAL and late:
+            self.refuse_changed_local()
         if self.state is State.LOCAL or self.passes == self.passes_before_step:
             self.synchronize(late=late)
 

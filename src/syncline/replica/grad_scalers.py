@@ -21,6 +21,7 @@ class ScalerListener:
     """What is told of a scaler."""
 
     before_unscale: Callable[[Optimizer], None]  # it is about to look at the gradients of an optimizer
+    after_unscale: Callable[[], None]  # it has divided them by its scale
     after_update: Callable[[], None]  # the scale has been updated, after a step that was made or left out
 
 
@@ -35,6 +36,8 @@ def watched_class(kind: type[GradScaler]) -> type[GradScaler]:
             for listener in _listeners.get(self, []):
                 listener.before_unscale(optimizer)
             super().unscale_(optimizer)
+            for listener in _listeners.get(self, []):
+                listener.after_unscale()
 
         def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
             for listener in _listeners.get(self, []):

@@ -176,13 +176,14 @@ class ServedDriver(Driver):
     def also_synchronize(self) -> None:
         """Workers say nothing to each other."""
 
-    def pass_ended(self, status: PassStatus) -> None:
+    def pass_ended(self, status: PassStatus) -> bool:
         """A backward pass has ended, and its gradients are at the servers, staged."""
         assert self.reducer is not None
         self.new_gradients()
         if not self.push.holds:
             self.marks.take(self.reducer.layout.buckets)
         self.problem = self.what_is_wrong(status.failed, status.nonfinite)
+        return not self.problem
 
     def what_is_wrong(self, failed: bool, bad: tuple[int, ...]) -> str:
         """With this worker's gradients."""
