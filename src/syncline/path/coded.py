@@ -236,7 +236,7 @@ class CodedPath(Path):
         if current.joined is not None:
             work.scale = self._agreed_scale(current, work.scale, current.joined)
         work.context = self._context(coded, work.scale)
-        work.rounds = self.codec.rounds(work.context.step)
+        work.rounds = len(self.codec.questions(coded.parts, self.fabric.world, work.context.step))
         dense: list[Tensor] = []
 
         def look(gradient: Tensor) -> None:
