@@ -13,7 +13,7 @@ A value is read as the type of the field it belongs to. Unknown names and keys a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from syncline.errors import ConfigError, UnknownName
@@ -97,9 +97,9 @@ def read(where: str, value: str, target: Any) -> Any:
 
 
 def text_of(name: str, settings: Any) -> str:
-    """The shortest text that `parse` reads back as `settings`."""
+    """The shortest text that `parse` reads back as `settings`; the name alone where they are no dataclass."""
     changed = []
-    for field in settings_of(settings):
+    for field in settings_of(settings) if is_dataclass(settings) else ():
         value = getattr(settings, field.name)
         if field.default is MISSING or value != field.default:
             changed.append(f"{field.name}=({value})" if "," in str(value) else f"{field.name}={value}")

@@ -266,13 +266,19 @@ class Sync:
             if self._given.world >= (self.least_world or wanted.least_world):
                 self._begin()
             return
-        driver.quiesce(wanted)
+        driver.announce(wanted)
         replica = self._replica(wanted)
-        adopted = wanted.mode.start(replica)
-        residuals = driver.residuals()
-        if wanted.codec != self.settings.codec:
-            residuals = residuals | {"state": {}}
-        adopted.take_over(residuals, driver)
+        if (wanted.mode, wanted.codec) == (self.settings.mode, self.settings.codec):
+            state = driver.state_dict()
+            adopted = wanted.mode.start(replica)
+            adopted.load_state_dict(state)
+        else:
+            driver.quiesce(wanted)
+            residuals = driver.residuals()
+            if wanted.codec != self.settings.codec:
+                residuals = residuals | {"state": {}}
+            adopted = wanted.mode.start(replica)
+            adopted.take_over(residuals, driver)
         driver.close()
         if self.fabric is not None and self.fabric is not replica.fabric:
             self.fabric.close()

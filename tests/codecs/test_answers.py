@@ -17,14 +17,16 @@ from syncline.codecs.codec import ReduceContext
 from syncline.codecs.conversation import Exchange, Gather, Mean, Question
 from syncline.codecs.registry import codec_of
 from syncline.fabric.base import Pending
-from syncline.path.answerer import FlatAnswerer, converse
+from syncline.path.answerer import FlatAnswerer
+from syncline.path.stages import wire_stage
 
 LENGTH = 30_011
 
 
 def answer_to(question: Question, fabric: syncline.Fabric, collective: str) -> Any:
     """The answer of all ranks to a question, waited for."""
-    asked = FlatAnswerer([fabric.channel()], collective).ask(question, 0)
+    answerer = FlatAnswerer([fabric.channel()], collective)
+    asked = answerer.ask(question, wire_stage(question.declaration, 0, answerer.route))
     asked.handle.wait()
     return asked.read()
 
@@ -83,10 +85,10 @@ def test_every_rank_hears_the_part_that_is_for_it_and_all_messages(world: int, f
 def said_of_integers(fabric: syncline.Fabric) -> int:
     values = torch.randn(4 * 2560, generator=torch.Generator().manual_seed(fabric.rank))
     place = ReduceContext(fabric.rank, fabric.world, 0, 0, flat_parts(len(values)))
-    _, said = converse(
-        codec_of("int8:block=256").reduce(values, {}, place), FlatAnswerer([fabric.channel()], "auto"), fabric.rank
-    )
-    return said
+    conversation = codec_of("int8:block=256").reduce(values, {}, place)
+    to_exchange = conversation.send(None)
+    to_gather = conversation.send(answer_to(to_exchange, fabric, "auto"))
+    return to_exchange.said_bytes(fabric.rank) + to_gather.said_bytes(fabric.rank)
 
 
 def test_what_a_rank_says_to_itself_is_not_counted() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import syncline
 from syncline.bench.learning import momentum_for
 from syncline.codecs.codec import Codec, Part, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Mean, talk
+from syncline.codecs.conversation import Conversation, Declaration, Mean, talk
+from syncline.codecs.none import NoCodec
 from syncline.codecs.onebit import OneBit
 from syncline.codecs.quantized import Int8
 from syncline.codecs.randomk import RandomK
@@ -44,11 +45,19 @@ class ScaledAndFedBack(RandomK):
     def __post_init__(self) -> None: ...
 
 
-class Careless(Codec):
+class Dense(Codec):
+    """Sends everything."""
+
+    feedback = False
+
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        return NoCodec().questions(parts, world, step)
+
+
+class Careless(Dense):
     """Rounds what others are told, and not what rank 1 has itself."""
 
     name: ClassVar[str] = "careless"
-    feedback = False
 
     def reduce(self, values: Tensor, state: State, place: ReduceContext) -> Conversation:
         mean = yield Mean(values.clone())
@@ -56,11 +65,10 @@ class Careless(Codec):
         return lambda out: out.copy_(mean if place.rank == 1 else mean.bfloat16())
 
 
-class Alone(Codec):
+class Alone(Dense):
     """Does not listen."""
 
     name: ClassVar[str] = "alone"
-    feedback = False
 
     def reduce(self, values: Tensor, state: State, place: ReduceContext) -> Conversation:
         own = values.clone()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncline
 from syncline.errors import ConfigError
-from syncline.integrations.ddp import attach
+from syncline.integrations.ddp import CodecHook, attach
 
 CODECS = ("none", "fp16", "int8", "onebit", "topk:0.1", "randomk:0.2", "powersgd:2")
 
@@ -43,19 +43,26 @@ def train(codec: str, rank: int, steps: int = 8, interrupted: int = 0, bad: int 
         if step == bad and rank == 1:
             loss = loss * float("nan")
         if step == bad:
-            kept_before = dict(hook.residuals)
+            kept_before = residuals_of(hook)
         loss.backward()
         if step == bad:
             assert all(parameter.grad.isnan().any() for parameter in model.parameters())
-            assert all(torch.equal(kept_before[name], kept) for name, kept in hook.residuals.items())
+            assert all(torch.equal(kept_before[name], kept) for name, kept in residuals_of(hook).items())
             continue
         optimizer.step()
         if step + 1 == interrupted:
             saved = hook.state_dict()
-            hook.residuals.clear()
+            nothing = {kind: {key: 0 * value for key, value in of.items()} for kind, of in saved["codec_state"].items()}
+            hook.load_state_dict(saved | {"codec_state": nothing})
+            assert not any(residual.any() for residual in residuals_of(hook).values())
             hook.load_state_dict(saved)
     hook.close()
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def residuals_of(hook: CodecHook) -> dict[str, Tensor]:
+    """What the hook has kept, by parameter."""
+    return hook.state_dict()["codec_state"]["residual"]
 
 
 def all_of_them(fabric: syncline.Fabric) -> dict[str, list[Tensor]]:
@@ -165,14 +172,15 @@ def scaled_law(fabric: syncline.Fabric, bad: int) -> Tensor:
             first[0] = float("nan")
         scaler.scale(ddp(first, second)).backward()
         assert step != bad or bool(model.second.grad.isfinite().all())
-        scale = hook.now.scale.loss_scale
+        scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
         if step != bad:
             wanted += torch.stack([torch.cat(slopes(step, rank)) for rank in range(2)]).mean(0)
-    kept = torch.cat([hook.residuals["first"], hook.residuals["second"]]) * hook.step_scales["first"]
+    residuals, scales = residuals_of(hook), hook.state_dict()["codec_state"]["step_scale"]
+    kept = torch.cat([residuals["first"], residuals["second"]]) * scales["first"]
     fabric.all_reduce(kept, op="mean")
-    assert hook.step_scales["first"] == hook.step_scales["second"] == 1 / scale
+    assert scales["first"] == scales["second"] == 1 / scale
     hook.close()
     return kept - torch.cat([model.first.detach(), model.second.detach()]) - wanted
 
@@ -208,7 +216,8 @@ def law_of_seldom_used(fabric: syncline.Fabric, codec: str, is_used: Callable[[i
             assert (model.second.grad is None) == never
             optimizer.step()
             optimizer.zero_grad()
-    kept = torch.cat([hook.residuals[name] * hook.step_scales[name] for name in ("first", "second")])
+    residuals, scales = residuals_of(hook), hook.state_dict()["codec_state"]["step_scale"]
+    kept = torch.cat([residuals[name] * scales[name] for name in ("first", "second")])
     fabric.all_reduce(kept, op="mean")
     hook.close()
     return float((kept - torch.cat([model.first, model.second]).detach() - wanted).abs().max())
@@ -296,9 +305,9 @@ def load_states(fabric: syncline.Fabric) -> None:
     ]
     hook.load_state_dict(states)
     assert hook.step == 7
-    assert torch.equal(hook.residuals["first"], torch.full((600,), 3.0))
+    assert torch.equal(residuals_of(hook)["first"], torch.full((600,), 3.0))
     hook.load_state_dict(empty)
-    assert not hook.residuals
+    assert not residuals_of(hook)
     with pytest.raises(ConfigError, match="needs its own state"):
         hook.load_state_dict(empty | {"rank": 1 - fabric.rank})
     with pytest.raises(ConfigError, match="codec=int8"):

@@ -9,7 +9,7 @@ import pytest
 import syncline
 from support.weighed import BUCKET_BYTES, GRADIENT_BYTES, Weighed, weigh
 
-NOISE_BYTES = 4 << 20  # and a bucket that is freed late where threads wait for a core
+NOISE_BYTES = 4 << 20  # the kernel counts pages in batches, and a bucket may be freed late
 COPIES = 2  # parameters and gradients; residuals come on top
 
 
@@ -26,6 +26,6 @@ def test_error_feedback_costs_two_residuals_or_one(codec: str, lean: bool, resid
     for plain, coded in zip(weighed("none"), weighed(codec, lean), strict=True):
         allowed = coded.said_bytes + 3 * BUCKET_BYTES + NOISE_BYTES
         assert allowed < 0.8 * GRADIENT_BYTES  # another copy would be noticed
-        assert coded.peak_bytes >= (COPIES + residuals) * GRADIENT_BYTES  # it is measured: all these are written to
+        assert coded.peak_bytes >= (COPIES + residuals) * GRADIENT_BYTES - NOISE_BYTES  # all these are written to
         assert coded.peak_bytes <= (COPIES + residuals) * GRADIENT_BYTES + allowed
         assert coded.peak_bytes - plain.peak_bytes <= residuals * GRADIENT_BYTES + allowed

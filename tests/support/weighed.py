@@ -12,7 +12,7 @@ from torch import nn
 import syncline
 from syncline.bench.training import resident_bytes
 
-LAYERS, WIDTH = 16, 512
+LAYERS, WIDTH = 32, 512
 BUCKET_BYTES = 2 << 20
 GRADIENT_BYTES = 4 * LAYERS * WIDTH**2  # and as many of parameters
 

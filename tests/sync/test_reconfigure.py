@@ -35,12 +35,16 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {"mode": "delayed"}),
     ({}, {"mode": "delayed:warmup=2"}),
     ({"mode": "delayed"}, {"mode": "sync"}),
+    ({"mode": "delayed"}, {"bucket_bytes": 512}),
+    ({"mode": "delayed", "codec": "topk:0.3"}, {"bucket_bytes": 512}),
     ({"mode": "delayed", "codec": "topk:0.3"}, {"codec": "none"}),
     ({"mode": "delayed", "codec": "topk:0.3"}, {"mode": "sync", "codec": "int8"}),
     ({"codec": "topk:0.3"}, {"mode": "local:every=2"}),
     ({"codec": "topk:0.3"}, {"mode": "local:every=2", "codec": "none"}),
     ({"codec": "topk:0.3"}, {"mode": "diloco:every=3,warmup=2"}),
     ({"mode": "local:every=4"}, {"mode": "local:every=2"}),
+    ({"mode": "local:every=4"}, {"bucket_bytes": 512}),
+    ({"mode": "local:every=8,warmup=8"}, {"bucket_bytes": 512}),
     ({"mode": "local:every=4", "codec": "topk:0.3"}, {"codec": "none"}),
     ({"mode": "local:every=4"}, {"codec": "topk:0.3"}),
     ({"mode": "local:every=3,warmup=8", "codec": "topk:0.3"}, {"codec": "int8"}),
@@ -95,12 +99,13 @@ def test_processes_reconfigure(fabric: str) -> None:
 
 
 def test_in_a_world_of_one_it_changes_what_would_be_done() -> None:
-    trainee = Trainee(syncline.init(), "sync", PLAIN)
-    trainee.train(1)
-    trainee.sync.reconfigure(mode="delayed")
-    before = trainee.place()
-    assert same_bits(trainee.step(), before)  # nothing has arrived yet
-    assert not same_bits(trainee.step(), before)
+    with syncline.init() as fabric:
+        trainee = Trainee(fabric, "sync", PLAIN)
+        trainee.train(1)
+        trainee.sync.reconfigure(mode="delayed")
+        before = trainee.place()
+        assert same_bits(trainee.step(), before)  # nothing has arrived yet
+        assert not same_bits(trainee.step(), before)
 
 
 # What was sent plus what is kept is the gradient
@@ -251,10 +256,11 @@ def test_settings_that_are_wrong_are_refused_and_the_run_goes_on(change: dict[st
 
 
 def test_a_closed_sync_is_not_reconfigured() -> None:
-    trainee = Trainee(syncline.init(), "sync")
-    trainee.sync.close()
-    with pytest.raises(ConfigError, match="closed"):
-        trainee.sync.reconfigure(codec="int8")
+    with syncline.init() as fabric:
+        trainee = Trainee(fabric, "sync")
+        trainee.sync.close()
+        with pytest.raises(ConfigError, match="closed"):
+            trainee.sync.reconfigure(codec="int8")
 
 
 def test_it_may_happen_before_the_first_pass_and_many_times() -> None:

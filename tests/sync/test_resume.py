@@ -269,13 +269,13 @@ def test_other_ranks_apply_the_gradient_that_was_under_way(codec: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["delayed", "local:every=3"])
-def test_a_state_of_another_mode_or_of_too_few_ranks_is_refused(mode: str) -> None:
+def test_a_state_for_servers_or_of_too_few_ranks_is_refused(mode: str) -> None:
     saved = saved_by(3, mode, "none", 2)[1]["sync"]
 
-    def work(fabric: syncline.Fabric, mode: str) -> None:
+    def work(fabric: syncline.Fabric, mode: str, saved: dict) -> None:
         Trainee(fabric, mode).sync.load_state_dict(saved)
 
-    for given, message in (("sync", f"mode={mode}"), (mode, "all 3 ranks")):
+    for given, state, message in (("async", saved | {"rank": 0, "world": 2}, "servers"), (mode, saved, "all 3 ranks")):
         with pytest.raises(RankFailed, match=message) as caught:
-            on_ranks(lambda fabric, given=given: work(fabric, given))
+            on_ranks(partial(work, mode=given, saved=state))
         assert isinstance(next(iter(caught.value.failures.values())), ConfigError)

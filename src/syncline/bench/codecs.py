@@ -203,7 +203,7 @@ class Trial:
         with nullcontext() if self.is_native else without_native():
             encode, decode, asked = time_step(self.codec, gradients, self.kept, self.states, step, self.parts, out)
         self.timings.append((encode, decode))
-        self.wire = sum(question.wire_bytes(len(gradients)) for question in asked)
+        self.wire = sum(question.declaration.wire_bytes(len(gradients)) for question in asked)
         self.positions = "".join(
             positions_of(one.message) for one in asked if isinstance(one, Gather) and one.has_entries
         )

@@ -23,7 +23,7 @@ from syncline.bench.tasks import Score, task_of
 from syncline.bench.trainer import Trainer, Workload
 from syncline.bench.workloads import sgd
 from syncline.codecs.codec import Codec, Part, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Question, overheard
+from syncline.codecs.conversation import Conversation, Declaration
 from syncline.codecs.correction import Correction
 from syncline.codecs.registry import codec_of
 from syncline.errors import NonFiniteGradient
@@ -53,18 +53,22 @@ class Metered(Codec):
         """That of the one inside."""
         return self.inner.correction
 
+    @property
+    def most_questions(self) -> int:
+        return self.inner.most_questions
+
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        return self.inner.questions(parts, world, step)
+
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """That of the one inside."""
         return self.inner.start(parts, device)
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """The same conversation."""
-
-        def heard(question: Question | None, _: int) -> None:
-            if question is not None:
-                self.sent.append(question.wire_bytes(context.world))
-
-        return overheard(self.inner.reduce(values, state, context), heard)
+        questions = self.questions(context.parts, context.world, context.step)
+        self.sent.append(sum(question.wire_bytes(context.world) for question in questions))
+        return self.inner.reduce(values, state, context)
 
 
 @dataclass(frozen=True)

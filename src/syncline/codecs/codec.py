@@ -6,12 +6,12 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.conversation import Conversation
+from syncline.codecs.conversation import Conversation, Declaration
 
 if TYPE_CHECKING:
     from syncline.codecs.correction import Correction
@@ -26,6 +26,24 @@ class Part(NamedTuple):
     lo: int
     hi: int
     shape: torch.Size
+
+
+class Cut(NamedTuple):
+    """Where a bucket may be cut in two, each of which is then reduced on its own and sends its own share."""
+
+    unit: Literal["element", "block", "matrix"]
+    numel: int = 1  # of a block
+
+    def allows(self, parts: Sequence[Part], position: int) -> bool:
+        """Whether a bucket may be cut before this element: between two parameters, where matrices stay whole."""
+        if self.unit == "matrix":
+            return position in {part.lo for part in parts} | {part.hi for part in parts}
+        return position % self.numel == 0
+
+
+def numel_of(parts: Sequence[Part]) -> int:
+    """Elements of all these parameters."""
+    return sum(part.hi - part.lo for part in parts)
 
 
 @dataclass(frozen=True)
@@ -65,13 +83,18 @@ class Codec(ABC):
         return None
 
     @property
-    def most_rounds(self) -> int:
-        """How many questions a conversation asks at most."""
-        return 1
+    def cut(self) -> Cut:
+        """Where a bucket may be cut in two."""
+        return Cut("element")
 
-    def rounds(self, step: int) -> int:
-        """How many questions a conversation asks in a step."""
-        return self.most_rounds
+    @abstractmethod
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        """The questions of a conversation about these parameters, whose values are float32, in their order."""
+
+    @property
+    def most_questions(self) -> int:
+        """How many questions a conversation asks at most, in any step."""
+        return len(self.questions((), 1, 1))
 
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """The state before the first step; most codecs have none."""

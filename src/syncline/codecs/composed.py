@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Mean
+from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State
+from syncline.codecs.conversation import Conversation, Declaration, Mean
 from syncline.codecs.correction import Correction
 from syncline.codecs.none import NoCodec
 from syncline.errors import ConfigError
@@ -55,6 +55,14 @@ class Composed(Codec):
         """That of the one inside, of all parameters."""
         return self.inner().correction
 
+    @property
+    def cut(self) -> Cut:
+        return self.inner().cut
+
+    @property
+    def most_questions(self) -> int:
+        return self.inner().most_questions
+
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """That of the one inside."""
         return self.inner().start(parts, device)
@@ -77,12 +85,8 @@ class Warmup(Composed):
                 f"use only that: {innermost(self).name}:warmup={self.steps}"
             )
 
-    @property
-    def most_rounds(self) -> int:
-        return self.inner().most_rounds
-
-    def rounds(self, step: int) -> int:
-        return self.at(step).rounds(step)
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        return self.at(step).questions(parts, world, step)
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """What the step asks for."""
@@ -119,11 +123,17 @@ class Rules(Composed):
         return self.inner().start([part for part in parts if not self.is_plain(part)], device)
 
     @property
-    def most_rounds(self) -> int:
-        return 1 + self.inner().most_rounds
+    def cut(self) -> Cut:
+        return Cut("matrix")  # whether a parameter goes as it is hangs on its size and shape
 
-    def rounds(self, step: int) -> int:
-        return 1 + self.inner().rounds(step)
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        plain = [part for part in parts if self.is_plain(part)]
+        coded = closed_up([part for part in parts if not self.is_plain(part)])
+        return *NoCodec().questions(plain, world, step), *self.inner().questions(coded, world, step)
+
+    @property
+    def most_questions(self) -> int:
+        return 1 + self.inner().most_questions
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean of what goes as it is, then the other codec about the rest."""

@@ -6,17 +6,47 @@ lets the conversations of all ranks answer each other.
     Mean(x)            the mean over ranks; 16-bit tensors travel as such and are summed in fp32
     Gather(message)    every rank's message, in order of rank, each as long as is known or filled up with zeros
     Exchange(parts)    every rank's part for me, in order of rank; the part for a rank has one length on all ranks
+
+How long they are is known before: a codec declares its questions, and asks for nothing longer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
-from time import monotonic_ns
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+Kind = Literal["mean", "gather", "exchange"]
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What is known of a question before it is asked: its kind, and the bytes of its messages on all ranks."""
+
+    kind: Kind
+    sizes: tuple[
+        int, ...
+    ]  # of a mean its tensor, of a gather everyone's message, of an exchange the part for each rank
+    itemsize: int = 1  # bytes of the elements that a mean adds up
+    is_bound: bool = field(default=False, compare=False)  # messages may be shorter, and are filled up with zeros
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest message."""
+        return max(self.sizes, default=0)
+
+    def wire_bytes(self, world: int) -> float:
+        """Bytes that a rank sends, on average.
+
+        Of a mean: a slice of each rank's to its owner, and what it owns to all. Of a gather: its message to all others,
+        or theirs along. Of an exchange: all parts but its own.
+        """
+        if self.kind == "gather":
+            return (world - 1) * self.largest
+        return (2 if self.kind == "mean" else 1) * (world - 1) / world * sum(self.sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,13 +55,14 @@ class Mean:
 
     tensor: Tensor
 
-    def said_bytes(self, rank: int) -> int:
-        """What this rank has to say."""
-        return self.tensor.nbytes
+    @property
+    def declaration(self) -> Declaration:
+        """Kind and sizes of this question."""
+        return Declaration("mean", (self.tensor.nbytes,), self.tensor.element_size())
 
-    def wire_bytes(self, world: int) -> float:
-        """What a rank sends: a slice of each to its owner, and what it owns to all."""
-        return 2 * (world - 1) / world * self.tensor.nbytes
+    def said_bytes(self, rank: int) -> int:
+        """Bytes that this rank has to say."""
+        return self.tensor.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +73,14 @@ class Gather:
     lengths: Sequence[int]  # of every rank's message, or as much as they may have at most: the same on all ranks
     has_entries: bool = False  # the message is one of `entries.py`, with positions
 
-    def said_bytes(self, rank: int) -> int:
-        """What this rank has to say."""
-        return self.message.nbytes
+    @property
+    def declaration(self) -> Declaration:
+        """Kind and sizes of this question."""
+        return Declaration("gather", tuple(self.lengths))
 
-    def wire_bytes(self, world: int) -> float:
-        """What a rank sends: its message to all others, or theirs along."""
-        return (world - 1) * max(self.lengths)
+    def said_bytes(self, rank: int) -> int:
+        """Bytes that this rank has to say, without the zeros that fill them up."""
+        return self.message.nbytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,36 +89,19 @@ class Exchange:
 
     parts: Sequence[Tensor]
 
-    def said_bytes(self, rank: int) -> int:
-        """What this rank has to say: all parts but its own."""
-        return sum(part.nbytes for owner, part in enumerate(self.parts) if owner != rank)
+    @property
+    def declaration(self) -> Declaration:
+        """Kind and sizes of this question."""
+        return Declaration("exchange", tuple(part.nbytes for part in self.parts))
 
-    def wire_bytes(self, world: int) -> float:
-        """What a rank sends, on average."""
-        return sum(self.said_bytes(rank) for rank in range(world)) / world
+    def said_bytes(self, rank: int) -> int:
+        """Bytes that this rank has to say: all parts but its own."""
+        return sum(part.nbytes for owner, part in enumerate(self.parts) if owner != rank)
 
 
 Question = Mean | Gather | Exchange
 Decoder = Callable[[Tensor], None]  # writes the mean over ranks
 Conversation = Generator[Question, Any, Decoder]
-
-
-def overheard(conversation: Conversation, heard: Callable[[Question | None, int], None]) -> Conversation:
-    """The same conversation, with somebody who is told every question and how long the codec had thought, in ns.
-
-    At the end there is no question, but there was thinking.
-    """
-    answer: Any = None
-    while True:
-        began_ns = monotonic_ns()
-        try:
-            question = conversation.send(answer)
-        except StopIteration as end:
-            heard(None, monotonic_ns() - began_ns)
-            decoder: Decoder = end.value
-            return decoder
-        heard(question, monotonic_ns() - began_ns)
-        answer = yield question
 
 
 def talk(conversations: Sequence[Conversation]) -> list[Decoder]:

@@ -9,14 +9,15 @@ at 0.001: entries that are sent often have no momentum with it. (Lin and others 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Gather
+from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.conversation import Conversation, Declaration, Gather
 from syncline.codecs.correction import Correction, momentum_by_part, momentum_in
 from syncline.codecs.entries import FORMS
 from syncline.codecs.topk import TopK
@@ -61,13 +62,15 @@ class DGC(Codec):
             return self.keep
         return float(0.25 * (self.keep / 0.25) ** (step / self.warmup))
 
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        return TopK(self.fraction(step), values=self.values).questions(parts, world, step)
+
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One gather."""
-        selection = TopK(self.fraction(context.step))
-        chosen = selection.choose(values, context)
+        chosen = TopK(self.fraction(context.step)).choose(values, context)
         message = kernels.take_entries(values, chosen, self.values)
-        lengths = [kernels.entries_bytes(selection.most(values.numel()), values.numel(), self.values)] * context.world
-        messages = yield Gather(message, lengths, has_entries=True)
+        (to_gather,) = self.questions(context.parts, context.world, context.step)
+        messages = yield Gather(message, to_gather.sizes, has_entries=True)
         if self.masking:
             momentum = momentum_in(state, context.parts, values)
             momentum[chosen] = 0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import twins
+from syncline.codecs.conversation import Declaration
 from syncline.codecs.indices import decode_indices, encode_indices, indices_room, way_of
 from syncline.errors import CorruptMessage
 
@@ -47,6 +48,11 @@ def write_message(positions: Tensor, values: Tensor, numel: int, form: str) -> T
 def most_bytes(count: int, numel: int, form: str) -> int:
     """The most bytes that a message of `count` entries has, whichever they are."""
     return HEADER_BYTES + indices_room(count, numel) + value_bytes(count, form)
+
+
+def declare_entries(count: int, numel: int, form: str, world: int) -> Declaration:
+    """The gather of messages of up to `count` entries each; how long they are hangs on which entries are chosen."""
+    return Declaration("gather", (most_bytes(count, numel, form),) * world, is_bound=True)
 
 
 def value_bytes(count: int, form: str) -> int:

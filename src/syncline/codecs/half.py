@@ -7,6 +7,7 @@ infinity, and the rest is kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Mean
-from syncline.codecs.slices import exchange_slices
+from syncline.codecs.codec import Codec, Part, ReduceContext, State, numel_of
+from syncline.codecs.conversation import Conversation, Declaration, Mean
+from syncline.codecs.slices import declare_slices, exchange_slices
 from syncline.codecs.twins import expect_length
 
 
@@ -28,9 +29,10 @@ class Fp16(Codec):
     wire: ClassVar[torch.dtype] = torch.float16
     feedback: bool = False  # keep what rounding took away
 
-    @property
-    def most_rounds(self) -> int:
-        return 2 if self.feedback else 1
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        if self.feedback:
+            return declare_slices(numel_of(parts), world, 1, self.length)
+        return (Declaration("mean", (2 * numel_of(parts),), 2),)
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean; with feedback a one-shot exchange, because what the owner's rounding takes away is kept too."""

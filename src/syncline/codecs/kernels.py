@@ -126,11 +126,6 @@ def take_entries(values: Tensor, positions: Tensor, form: str) -> Tensor:
     return message[:nbytes]
 
 
-def entries_bytes(count: int, numel: int, form: str) -> int:
-    """As many bytes as a message of up to so many entries has at most; of exactly so many it has hardly fewer."""
-    return entries.most_bytes(count, numel, form)
-
-
 def mean_of_entries(out: Tensor, messages: list[Tensor], form: str) -> None:
     """The mean of what all ranks sent, added in order of rank."""
     if not runs_natively(out, *messages) or out.dtype != torch.float32 or out.numel() >= NATIVE_NUMEL:

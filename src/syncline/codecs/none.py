@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Mean
+from syncline.codecs.codec import Codec, Part, ReduceContext, State, numel_of
+from syncline.codecs.conversation import Conversation, Declaration, Mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,9 @@ class NoCodec(Codec):
 
     name: ClassVar[str] = "none"
     feedback: ClassVar[bool] = False  # type: ignore[misc]
+
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        return (Declaration("mean", (4 * numel_of(parts),), 4),)
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean."""

@@ -12,6 +12,7 @@ for each entry, and a zero votes up, as a bit cannot abstain.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,9 +20,9 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Exchange, Gather
-from syncline.codecs.slices import exchange_slices, slice_bounds
+from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.conversation import Conversation, Declaration, Exchange, Gather
+from syncline.codecs.slices import declare_slices, exchange_slices, slice_bounds
 from syncline.codecs.twins import expect_length, pack_bits, packed_bytes, scaled_bytes, unpack_bits
 from syncline.errors import ConfigError, PairingError
 
@@ -44,8 +45,12 @@ class OneBit(Codec):
             raise PairingError("signs without feedback do not converge; use feedback=true, or vote=true,feedback=false")
 
     @property
-    def most_rounds(self) -> int:
-        return 2
+    def cut(self) -> Cut:
+        return Cut("block", self.block)
+
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        length = packed_bytes if self.vote else self.length
+        return declare_slices(numel_of(parts), world, self.block, length)
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """An exchange and a gather."""
@@ -71,9 +76,8 @@ class OneBit(Codec):
         pieces = [values[lo:hi] for lo, hi in itertools.pairwise(bounds)]
         heard = yield Exchange([pack_bits(piece >= 0) for piece in pieces])
         ayes = torch.stack([votes_of(message, pieces[context.rank].numel()) for message in heard]).sum(0)
-        results = yield Gather(
-            pack_bits(2 * ayes >= len(heard)), [packed_bytes(hi - lo) for lo, hi in itertools.pairwise(bounds)]
-        )
+        _, to_gather = declare_slices(values.numel(), context.world, self.block, packed_bytes)
+        results = yield Gather(pack_bits(2 * ayes >= len(heard)), to_gather.sizes)
 
         def write(out: Tensor) -> None:
             for message, (lo, hi) in zip(results, itertools.pairwise(bounds), strict=True):

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import low_rank
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Mean
+from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.conversation import Conversation, Declaration, Mean
 from syncline.codecs.low_rank import Matrix, Shape, left_shapes, right_shapes
 from syncline.errors import ConfigError
 
@@ -64,8 +64,14 @@ class PowerSGD(Codec):
         return len(part.shape) > 1 and (rows + columns) * factors * self.min_compression_rate < rows * columns
 
     @property
-    def most_rounds(self) -> int:
-        return 2
+    def cut(self) -> Cut:
+        return Cut("matrix")
+
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        matrices = [self.matrix(part) for part in parts if self.shrinks(part)]
+        dense = numel_of([part for part in parts if not self.shrinks(part)])
+        lefts, rights = low_rank.numel_of(left_shapes(matrices)), low_rank.numel_of(right_shapes(matrices))
+        return Declaration("mean", (4 * (dense + lefts),), 4), Declaration("mean", (4 * rights,), 4)
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """Two means: of all left factors with what goes as it is, and of all right factors."""

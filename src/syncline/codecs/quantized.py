@@ -8,6 +8,7 @@ it is right on average; every rank draws differently.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, ReduceContext, State
-from syncline.codecs.conversation import Conversation
-from syncline.codecs.slices import exchange_slices
+from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.conversation import Conversation, Declaration
+from syncline.codecs.slices import declare_slices, exchange_slices
 from syncline.codecs.twins import scaled_bytes
 from syncline.errors import ConfigError, UnknownName
 
@@ -42,8 +43,11 @@ class Int8(Codec):
             raise UnknownName("rounding", self.rounding, ROUNDINGS)
 
     @property
-    def most_rounds(self) -> int:
-        return 2
+    def cut(self) -> Cut:
+        return Cut("block", self.block)
+
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        return declare_slices(numel_of(parts), world, self.block, self.length)
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """An exchange and a gather."""

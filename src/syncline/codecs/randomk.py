@@ -8,14 +8,15 @@ refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Mean
+from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.conversation import Conversation, Declaration, Mean
 from syncline.errors import ConfigError, PairingError
 
 LEAST_KEEP = 1e-9  # no bucket has more entries
@@ -49,6 +50,13 @@ class RandomK(Codec):
     def block(self) -> int:
         """Neighbours of which one is sent."""
         return max(1, round(1 / self.keep))
+
+    @property
+    def cut(self) -> Cut:
+        return Cut("block", self.block)
+
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        return (Declaration("mean", (4 * -(-numel_of(parts) // self.block),), 4),)
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean of the entries."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.codec import ReduceContext
-from syncline.codecs.conversation import Conversation, Exchange, Gather
+from syncline.codecs.conversation import Conversation, Declaration, Exchange, Gather
 from syncline.codecs.kernels import How
 
 Take = Callable[
@@ -29,6 +29,7 @@ def exchange_slices(
     values: Tensor, context: ReduceContext, block: int, take: Take, decode: Decode, length: Length
 ) -> Conversation:
     """Talk about `values`; slices are cut at multiples of a block."""
+    _, to_gather = declare_slices(values.numel(), context.world, block, length)
     bounds = slice_bounds(values.numel(), context.world, block)
     pieces = [values[lo:hi] for lo, hi in itertools.pairwise(bounds)]
     own = pieces[context.rank]
@@ -40,13 +41,20 @@ def exchange_slices(
     own /= context.world
     result = take(own, context.world)
     own *= context.world
-    results = yield Gather(result, [length(hi - lo) for lo, hi in itertools.pairwise(bounds)])
+    results = yield Gather(result, to_gather.sizes)
 
     def write(out: Tensor) -> None:
         for rank, message in enumerate(results):
             decode(message, out[bounds[rank] : bounds[rank + 1]], "write")
 
     return write
+
+
+def declare_slices(numel: int, world: int, block: int, length: Length) -> tuple[Declaration, Declaration]:
+    """The two questions: a message for each owner, and the result of each owner, which are as long."""
+    bounds = slice_bounds(numel, world, block)
+    sizes = tuple(length(hi - lo) for lo, hi in itertools.pairwise(bounds))
+    return Declaration("exchange", sizes), Declaration("gather", sizes)
 
 
 def slice_bounds(numel: int, world: int, block: int) -> list[int]:

@@ -10,6 +10,7 @@ a bucket is left out for long because another has larger gradients.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, ReduceContext, State
-from syncline.codecs.conversation import Conversation, Gather
-from syncline.codecs.entries import FORMS
+from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.conversation import Conversation, Declaration, Gather
+from syncline.codecs.entries import FORMS, declare_entries
 from syncline.errors import ConfigError, UnknownName
 
 SELECTIONS = ("exact", "sampled")
@@ -52,11 +53,19 @@ class TopK(Codec):
                 f"try block={math.ceil(1 / self.keep)}, or 0 for the whole bucket"
             )
 
+    @property
+    def cut(self) -> Cut:
+        return Cut("block", self.block) if self.block else Cut("element")
+
+    def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
+        numel = numel_of(parts)
+        return (declare_entries(self.most(numel), numel, self.values, world),)
+
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One gather."""
         message = kernels.take_entries(values, self.choose(values, context), self.values)
-        lengths = [kernels.entries_bytes(self.most(values.numel()), values.numel(), self.values)] * context.world
-        messages = yield Gather(message, lengths, has_entries=True)
+        (to_gather,) = self.questions(context.parts, context.world, context.step)
+        messages = yield Gather(message, to_gather.sizes, has_entries=True)
         return lambda out: kernels.mean_of_entries(out, messages, self.values)
 
     def count(self, numel: int) -> int:

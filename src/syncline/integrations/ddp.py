@@ -3,25 +3,25 @@
     hook = syncline.integrations.ddp.attach(ddp_model, "topk:0.01", optimizer, scaler=scaler)
     torch.save({"model": ..., "hook": hook.state_dict()}, f"checkpoint-{rank}.pt")      # every rank its own
 
-What is kept belongs to parameters and not to buckets, so that DDP may make new buckets after its first step. A bucket
-that is not finite on some rank is averaged as it is, so that GradScaler sees it and skips the step. DDP has been given
-other buckets of that pass by then; but what was kept, of all of them, stays as it was before the pass. So until the end
-of a pass there are two copies of what is kept; `Sync`, which hands out no mean before all are there, has one.
+Buckets take the same path as those of `Sync`: what DDP gives is encoded while backward goes on, and DDP has the means
+when the status of the pass is known. A bucket that is not finite on some rank becomes NaN on all of them, so that
+GradScaler sees it and skips the step; the others become zeros, and no residual of that pass is kept.
 
 With `find_unused_parameters=True` DDP throws away what comes of a parameter that no rank has used, and leaves its
-gradient as it is. It does not tell hooks, so this one watches gradients come and asks the other ranks, in the message
-that also says whether all is finite: what was kept of such a parameter stays.
+gradient as it is. It does not tell hooks, so this one watches gradients come, and the status says which parameters no
+rank had: their residuals stay. There the path works on a copy of a bucket, because DDP's own may hold those gradients.
 
-A new DDP has other buckets in its first step than later, and what codecs choose depends on buckets. A run that goes on
-from a state therefore takes the gradients of its first pass together as those of the saved run were.
+Residuals belong to parameters and not to buckets, so DDP may make new buckets after its first step. A new DDP has other
+buckets in its first step than later, and what codecs choose depends on buckets. A run that goes on from a state
+therefore takes the gradients of its first pass together as those of the saved run were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from time import monotonic_ns
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +29,22 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of, text_of_codec
+from syncline.core.status import OwnStatus
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric, Times
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.torch import TorchFabric
 from syncline.fabric.worker import Worker
 from syncline.guards.claims import refuse_claimed
-from syncline.guards.finite import is_finite
 from syncline.guards.trainable import has_sparse_gradient
-from syncline.path.answerer import FlatAnswerer, converse
-from syncline.path.codec_state import KINDS, BucketCodecState, state_of
+from syncline.path.codec_state import KINDS
+from syncline.path.make import make_path
 from syncline.path.residuals import GradientScale
+from syncline.path.work import PassWork
 from syncline.state import STATE_VERSION, choose_state
+from syncline.tracing.spans import Recorder
 
 
 def attach(
@@ -52,7 +54,7 @@ def attach(
     seed: int = 0,
     scaler: torch.amp.GradScaler | None = None,
 ) -> CodecHook:
-    """Let DDP send its buckets through a codec. What is kept follows the optimizer's rates and the scaler's scale."""
+    """Let DDP send its buckets through a codec. Residuals follow the optimizer's rates and the scaler's scale."""
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(f"{type(model).__name__} is not a DistributedDataParallel; for others there is syncline.Sync")
     refuse_parameters(model.module)
@@ -62,7 +64,7 @@ def attach(
 
 
 def refuse_parameters(module: nn.Module) -> None:
-    """Those that a `Sync` has too, and those whose gradients are sparse."""
+    """Refuse those that a `Sync` has too, and those whose gradients are sparse."""
     for name, part in module.named_modules():
         if has_sparse_gradient(part):
             raise ConfigError(
@@ -72,43 +74,62 @@ def refuse_parameters(module: nn.Module) -> None:
     refuse_claimed((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
-@dataclass(frozen=True)
-class Arrived:
-    """A bucket as DDP has given it."""
+class Gradient(NamedTuple):
+    """A parameter's gradient, flat, in the memory of DDP."""
 
-    flat: Tensor
-    parts: tuple[Part, ...]
-    future: torch.futures.Future[Tensor]  # what DDP waits for
+    name: str
+    parameter: Tensor  # of the shape that codecs see: a complex one counts as real and imaginary numbers
+    values: Tensor
+
+
+@dataclass(eq=False)
+class Memory:
+    """What the path works on."""
+
+    values: Tensor
+    views: Sequence[Tensor]  # of each gradient
+    finite: bool | None = None
+
+
+class HookBucket:
+    """Gradients of DDP that take the path together: one of its buckets, or as many as another run had together."""
+
+    def __init__(self, number: int, slots: Sequence[Gradient], flat: Tensor | None) -> None:
+        """`flat` is the memory of all of them, which the path may write to; without it they are copied."""
+        self.number = number
+        self.slots = slots
+        values = flat if flat is not None else torch.cat([slot.values for slot in slots])
+        self.buffer = Memory(values, torch.split(values, [len(slot.values) for slot in slots]))
+        self.is_copied = flat is None
+        self.divisor = 1
+        self.finite: bool | None = None
+        self.present = [1] * len(slots)
 
     @property
-    def names(self) -> list[str]:
-        """Of its parameters."""
-        return [part.name for part in self.parts]
+    def nbytes(self) -> int:
+        """Bytes of the gradients."""
+        return self.buffer.values.nbytes
 
-    def slices(self) -> dict[str, tuple[Part, Tensor]]:
-        """The gradients of its parameters."""
-        return {part.name: (part, self.flat[part.lo : part.hi]) for part in self.parts}
+    def give_back(self, unused: Collection[str]) -> None:
+        """Let DDP find the means, but of parameters that no rank has used."""
+        for slot, view in zip(self.slots, self.buffer.views, strict=True):
+            if self.is_copied and slot.name not in unused:
+                slot.values.copy_(view)
 
 
-@dataclass
-class Pass:
-    """One backward pass. What it leaves to be kept counts when all its buckets were finite on all ranks."""
+@dataclass(eq=False)
+class HookPass:
+    """One backward pass."""
 
-    step: int
-    scale: GradientScale  # what gradients are worth
-    used: set[str]  # parameters that this rank has a gradient of
-    arrived: list[Arrived] = field(default_factory=list)
-    residuals: dict[str, Tensor] = field(default_factory=dict)
-    state: State = field(default_factory=dict)
-    is_good: bool = True
-
-    def forget(self) -> None:
-        """What it was about, which is DDP's."""
-        self.arrived, self.residuals, self.state = [], {}, {}
+    work: PassWork
+    came: list[list[Gradient]] = field(default_factory=list)  # by bucket of DDP
+    flats: list[Tensor] = field(default_factory=list)
+    futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)  # what DDP waits for
+    sent: list[HookBucket] = field(default_factory=list)
 
 
 class CodecHook:
-    """What DDP calls with every bucket. A thread talks about one bucket after the other while backward goes on."""
+    """What DDP calls with every bucket. A thread waits for the means of a pass, and tells DDP."""
 
     def __init__(
         self,
@@ -119,7 +140,6 @@ class CodecHook:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.codec = codec
-        self.seed = seed
         self.optimizer = optimizer
         self.scaler = scaler
         self.names = {id(parameter): name for name, parameter in model.module.named_parameters()}
@@ -127,16 +147,20 @@ class CodecHook:
         self.used = self.used_at_first()  # since the last pass that was averaged
         self.watches = self.watch(model) if self.leaves_unused else []
         self.fabric: Fabric = TorchFabric(model.process_group, Deadlines()).sibling()
-        self.answerer = FlatAnswerer([self.fabric.channel()], "auto")
-        self.worker = Worker(f"rank {self.fabric.rank} encodes for DDP")
+        self.recorder = Recorder()
+        self.path = make_path(self.fabric, "auto", self.recorder, codec, seed, self.scale)
+        self.worker = Worker(f"rank {self.fabric.rank} waits for DDP")
         self.fabric.at_close.append(lambda: self.worker.close(drain=False))
-        self.residuals: dict[str, Tensor] = {}
-        self.step_scales: dict[str, float] = {}
-        self.state: State = {}
-        self.step = 0  # passes that came to their end
-        self.now = Pass(0, GradientScale({}), self.used)
+        self.passes = 0
+        self.now: HookPass | None = None
+        self.numbers: dict[tuple[str, ...], int] = {}  # of buckets, by the names of their parameters
         self.buckets: list[list[str]] = []  # of the last pass, by the names of parameters
         self.saved_buckets: list[list[str]] | None = None  # for the first pass of a run that goes on
+
+    @property
+    def step(self) -> int:
+        """Passes that all ranks could use."""
+        return self.path.good_passes
 
     def used_at_first(self) -> set[str]:
         """Parameters that count as used before any gradient has come: all, where DDP gives all of them a mean."""
@@ -152,118 +176,84 @@ class CodecHook:
 
     def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Begin with a `dist.GradBucket`; the future is what DDP waits for. Buckets come in order."""
-        if bucket.index() == 0:
-            self.now = Pass(self.step + 1, self.scale(), self.used)
-        arrived = Arrived(bucket.buffer(), self.parts_of(bucket.parameters()), torch.futures.Future())
-        now, is_last = self.now, bucket.is_last()
-        now.arrived.append(arrived)
-        if is_last:
-            self.step += 1
-            self.used = self.used_at_first()
+        if self.now is None:
+            self.passes += 1
+            self.now = HookPass(self.path.begin(self.passes))
+        now, flat = self.now, bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        now.came.append(self.gradients_of(flat, bucket.parameters()))
+        now.flats.append(flat)
+        now.futures.append(future)
         if self.saved_buckets is None:
-            self.submit(partial(self.average, arrived.flat, arrived.parts, now), [arrived], now, is_last)
-        elif is_last:
-            self.submit(partial(self.average_as_saved, self.saved_buckets, now), now.arrived, now, is_last)
-            self.saved_buckets = None
-        return arrived.future
+            self.send(now, now.came[-1], None if self.leaves_unused else flat)
+        if bucket.is_last():
+            self.end(now)
+        return future
 
-    def submit(self, work: Callable[[], None], answered: Sequence[Arrived], now: Pass, is_last: bool) -> None:
-        """Have the thread do it when it is done with what came before, and tell DDP."""
+    def gradients_of(self, flat: Tensor, parameters: Iterable[Tensor]) -> list[Gradient]:
+        """The gradients in a bucket of DDP, in order."""
+        gradients, start = [], 0
+        for parameter in parameters:
+            real = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+            gradients.append(Gradient(self.names[id(parameter)], real, flat[start : start + real.numel()]))
+            start += real.numel()
+        return gradients
+
+    def send(self, now: HookPass, gradients: Sequence[Gradient], flat: Tensor | None) -> None:
+        """Let gradients take the path together."""
+        number = self.numbers.setdefault(tuple(one.name for one in gradients), len(self.numbers))
+        now.sent.append(HookBucket(number, gradients, flat))
+        self.path.start(now.work, now.sent[-1])
+
+    def send_as_saved(self, now: HookPass, buckets: list[list[str]]) -> None:
+        """Take the gradients of a whole pass together as in another run; what that did not have, as it came."""
+        came = {gradient.name: gradient for gradients in now.came for gradient in gradients}
+        known = {name for names in buckets for name in names}
+        others = [[gradient.name for gradient in gradients if gradient.name not in known] for gradients in now.came]
+        for names in buckets + others:
+            if together := [came[name] for name in names if name in came]:
+                self.send(now, together, None)
+
+    def end(self, now: HookPass) -> None:
+        """All buckets of a pass have come: let the status follow, and tell DDP of the means when it has arrived."""
+        if self.saved_buckets is not None:
+            self.send_as_saved(now, self.saved_buckets)
+            self.saved_buckets = None
+        for bucket in now.sent:
+            bucket.present = [int(slot.name in self.used) for slot in bucket.slots]
+        present = [one for bucket in now.sent for one in bucket.present]
+        self.path.end(now.work, OwnStatus(self.passes, since_step=1, present=present))
+        self.now = None
+        self.used = self.used_at_first()
+        self.buckets = [[gradient.name for gradient in gradients] for gradients in now.came]
 
         def answer() -> Times:
             try:
-                work()
-                if is_last:
-                    self.commit(now)
-                for arrived in answered:
-                    arrived.future.set_result(arrived.flat)
+                self.wait(now)
+                for future, flat in zip(now.futures, now.flats, strict=True):
+                    future.set_result(flat)
             except Exception as error:
-                now.is_good = False
-                for arrived in answered:
-                    arrived.future.set_exception(error)  # type: ignore[arg-type]
+                for future in now.futures:
+                    future.set_exception(error)  # type: ignore[arg-type]
             return Times(0, 0, 0)
 
-        self.worker.submit(answer, "a bucket of DDP", self.fabric.deadlines.operation)
+        self.worker.submit(answer, "a pass of DDP", self.fabric.deadlines.operation)
 
-    def average_as_saved(self, buckets: list[list[str]], now: Pass) -> None:
-        """The gradients of a whole pass, taken together as in another run; what that did not have, as it came."""
-        came = {name: found for arrived in now.arrived for name, found in arrived.slices().items()}
-        known = {name for names in buckets for name in names}
-        others = [[name for name in arrived.names if name not in known] for arrived in now.arrived]
-        for names in buckets + others:
-            together = [came[name] for name in names if name in came]
-            if not together:
-                continue
-            flat = torch.cat([values for _, values in together])
-            parts = in_a_row(part for part, _ in together)
-            self.average(flat, parts, now)
-            for (_, values), part in zip(together, parts, strict=True):
-                values.copy_(flat[part.lo : part.hi])
-
-    def average(self, flat: Tensor, parts: tuple[Part, ...], now: Pass) -> None:
-        """Replace a bucket by the mean over ranks of what was sent, which has the same bits on all of them."""
-        work = flat.to(torch.float32, copy=True)
-        coded = self.coded_of(parts, work.device)
-        context = ReduceContext(self.fabric.rank, self.fabric.world, now.step, self.seed, parts, now.scale.loss_scale)
-        state = coded.state | coded.correct(work, context)
-        self.add_residuals(work, parts, now.scale)
-        is_bad, used = self.agree(work, parts, now)
-        if is_bad:
-            self.fabric.all_reduce(work, op="mean")
-        else:
-            self.encode(work, state, context, now, used)
-        for part in used:
-            flat[part.lo : part.hi] = work[part.lo : part.hi]
-        now.is_good &= is_finite(flat)
-
-    def agree(self, work: Tensor, parts: tuple[Part, ...], now: Pass) -> tuple[bool, list[Part]]:
-        """Whether something is not finite on some rank, and which parameters some rank has used."""
-        own = [not is_finite(work), *(part.name in now.used for part in parts)]
-        told = self.fabric.all_reduce(torch.tensor(own, dtype=torch.int32, device=work.device), op="max")
-        is_bad, *flags = told.tolist()
-        return bool(is_bad), [part for part, flag in zip(parts, flags, strict=True) if flag]
-
-    def encode(self, work: Tensor, state: State, context: ReduceContext, now: Pass, used: Sequence[Part]) -> None:
-        """Carry the codec's conversation through, and note what is to be kept."""
-        decoder, _ = converse(self.codec.reduce(work, state, context), self.answerer, self.fabric.rank)
-        now.state |= state_of(state, {part.name for part in used})
-        if self.codec.feedback:
-            counting = [part for part in used if now.scale.step_scale(part.name)]
-            now.residuals |= {part.name: work[part.lo : part.hi].clone() for part in counting}
-        decoder(work)
-
-    def commit(self, now: Pass) -> None:
-        """Keep what a good pass has left."""
-        self.buckets = [arrived.names for arrived in now.arrived]
-        if now.is_good:
-            self.residuals |= now.residuals
-            self.step_scales |= {name: now.scale.step_scale(name) for name in now.residuals}
-            self.state |= now.state
-        now.forget()
-
-    def parts_of(self, parameters: Iterable[Tensor]) -> tuple[Part, ...]:
-        """The parameters of a bucket by name and context."""
-        named = ((self.names[id(p)], torch.view_as_real(p) if p.is_complex() else p) for p in parameters)
-        return in_a_row(Part(name, 0, real.numel(), real.shape) for name, real in named)
-
-    def coded_of(self, parts: tuple[Part, ...], device: torch.device) -> BucketCodecState:
-        """The state of the parameters of a bucket, new where there is none yet."""
-        coded = BucketCodecState.begin(self.codec, parts, device, feedback=False)
-        coded.state = {key: self.state.get(key, value) for key, value in coded.state.items()}
-        return coded
+    def wait(self, now: HookPass) -> None:
+        """Wait until DDP can have the means, or what shows that there are none."""
+        status = self.path.wait(now.work)
+        unused = now.work.unused_names()
+        for bucket in now.sent:
+            if bucket.number in status.nonfinite:
+                bucket.buffer.values.fill_(torch.nan)
+            bucket.give_back(unused)
+        self.recorder.end_step(monotonic_ns(), skipped=not status.is_good)
 
     def scale(self) -> GradientScale:
         """What gradients are worth now."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         rates = {self.names.get(id(p), ""): float(group["lr"]) for group in groups for p in group["params"]}
         return GradientScale(rates, self.scaler.get_scale() if self.scaler is not None else 1.0)
-
-    def add_residuals(self, work: Tensor, parts: tuple[Part, ...], scale: GradientScale) -> None:
-        """Error feedback, as `path/residuals.py` has it, by parameter."""
-        for part in parts:
-            now = scale.step_scale(part.name)
-            if part.name in self.residuals and now:
-                work[part.lo : part.hi].add_(self.residuals[part.name], alpha=self.step_scales[part.name] / now)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on; every rank saves its own."""
@@ -274,38 +264,23 @@ class CodecHook:
             **self._lasting(),
             "step": self.step,
             "buckets": self.buckets,
-            "codec_state": {
-                "residual": dict(self.residuals),
-                "step_scale": dict(self.step_scales),
-                "state": dict(self.state),
-            },
+            "codec_state": {kind: {} for kind in KINDS} | self.path.state_dict(),
         }
 
     def load_state_dict(self, saved: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Go on from this rank's own state, or from the states of all ranks, as `Sync` does."""
         states = [saved] if isinstance(saved, dict) else list(saved)
         chosen = choose_state(states, self.fabric.rank, self.fabric.world, self._lasting())
-        kinds = chosen["codec_state"]
-        self.step = chosen["step"]
         self.saved_buckets = chosen["buckets"] or None
-        self.residuals, self.step_scales, self.state = (dict(kinds[kind]) for kind in KINDS)
+        self.path.load_state_dict(chosen["codec_state"])
+        self.path.good_passes = chosen["step"]
 
     def _lasting(self) -> dict[str, str]:
         """What must be the same when a run goes on."""
         return {"codec": text_of_codec(self.codec)}
 
     def close(self) -> None:
-        """Let the thread and the process group of the hook end."""
+        """Let the threads and the process groups of the hook end."""
         for handle in self.watches:
             handle.remove()
         self.fabric.close()
-
-
-def in_a_row(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """The same parts, each where the one before it ends."""
-    placed, start = [], 0
-    for part in parts:
-        end = start + part.hi - part.lo
-        placed.append(part._replace(lo=start, hi=end))
-        start = end
-    return tuple(placed)

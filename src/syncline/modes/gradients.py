@@ -21,7 +21,7 @@ from syncline.path.codec_state import Saved
 from syncline.path.path import DivideBy
 from syncline.reducer.parameters import sparse_names
 from syncline.reducer.reducer import Reducer, ReducerConfig
-from syncline.replicas import all_have, broadcast_scaler, compare_layouts
+from syncline.replicas import all_have, average_optimizers, broadcast_scaler, compare_layouts
 
 log = logging.getLogger(__name__)
 
@@ -304,11 +304,13 @@ class GradientDriver(Driver):
 
     # To be reconfigured, saved and restored
 
-    def quiesce(self, wanted: Settings) -> None:
+    def announce(self, wanted: Settings) -> None:
         self.reducer.refuse_unused_gradients("reconfigure()")
-        self.drain()
         self.reducer.announce(Call.RECONFIGURE)
         compare_layouts(self.replica.fabric, [f"settings {wanted}"])
+
+    def quiesce(self, wanted: Settings) -> None:
+        self.drain()
 
     def residuals(self) -> Saved:
         return self.reducer.path.state_dict()
@@ -317,6 +319,8 @@ class GradientDriver(Driver):
         if isinstance(previous, GradientDriver):
             self.reducer.restore(previous.reducer.state_dict())
             self.scale = previous.scale
+        else:
+            average_optimizers(self.replica.fabric, self.replica.optimizers)
         self.load_codec_state(residuals)
 
     def load_codec_state(self, saved: Saved) -> None:

@@ -130,11 +130,14 @@ class Driver(ABC):
     def join(self, divide_by: DivideBy | None) -> None:
         """Ranks may have different numbers of batches from now on: by how many sums are divided. None: no longer."""
 
-    def quiesce(self, wanted: Settings) -> None:
-        """Tell the other ranks that this one reconfigures, and let all that is under way arrive.
+    def announce(self, wanted: Settings) -> None:
+        """Tell the other ranks that this one reconfigures.
 
-        Raise if ranks want different settings, or if there are gradients that no step has used.
+        Raise if ranks do or want different things, or if there are gradients that no step has used.
         """
+
+    def quiesce(self, wanted: Settings) -> None:
+        """Let all that is under way arrive and be used, so that all replicas are equal."""
 
     def residuals(self) -> Saved:
         """Residuals and codec state of this rank by parameter, with the step that a unit of a residual stands for."""

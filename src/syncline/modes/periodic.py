@@ -368,18 +368,28 @@ class PeriodicDriver(Driver):
 
     # To be reconfigured
 
-    def quiesce(self, wanted: Settings) -> None:
+    def announce(self, wanted: Settings) -> None:
         if self.gradients is not None and self.steps < self.warmup:
-            self.gradients.quiesce(wanted)
+            self.gradients.announce(wanted)
             return
         self.saved_fragment()
         self.exchange.announce(self.next_fragment(), Call.RECONFIGURE)
         compare_layouts(self.replica.fabric, [f"settings {wanted}"])
+
+    def quiesce(self, wanted: Settings) -> None:
+        if self.gradients is not None and self.steps < self.warmup:
+            self.gradients.quiesce(wanted)
+            return
         if self.replica.settings.codec.feedback and not wanted.codec.feedback:
             self.exchange.send_densely(self.replica)
             self.synchronize_all()
         else:
             self.drain()
+        if self.equal_at != self.steps:
+            raise ConfigError(
+                "reconfigure() needs replicas that are equal, and the synchronization before it was skipped by all "
+                "ranks, because no rank has finite parameters; go on from the last checkpoint"
+            )
 
     def residuals(self) -> Saved:
         if self.gradients is not None and self.steps < self.warmup:

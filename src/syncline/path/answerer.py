@@ -6,18 +6,20 @@ one of the next bucket are asked in an order that depends on the network.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.conversation import Conversation, Decoder, Exchange, Gather, Mean, Question
+from syncline.codecs.codec import Codec, ReduceContext, State
+from syncline.codecs.conversation import Conversation, Exchange, Gather, Mean, Question
+from syncline.codecs.none import void
 from syncline.fabric.base import Fabric, Handle
 from syncline.fabric.channel import Channel
-
-WORD_BYTES = 8
+from syncline.path.stages import WORD_BYTES, Route, Stage
 
 
 @dataclass(frozen=True)
@@ -28,31 +30,59 @@ class Asked:
     read: Callable[[], Any]  # the answer, once the handle is done
 
 
-@dataclass(frozen=True)
-class FlatAnswerer:
+class Answerer(ABC):
+    """Answers the questions of a codec, as the stages of a bucket say."""
+
+    route: Route
+    waits: ClassVar[bool] = False  # for every answer, so that conversations do not overlap
+
+    def begin(self, codec: Codec, values: Tensor, state: State, context: ReduceContext) -> Conversation:
+        """A conversation about values."""
+        return codec.reduce(values, state, context)
+
+    @abstractmethod
+    def ask(self, question: Question, stage: Stage) -> Asked:
+        """Start the collective that answers a question."""
+
+
+class LoneAnswerer(Answerer):
+    """There is nobody to ask in a world of one, and nothing is left out."""
+
+    route = Route(1)
+
+    def begin(self, codec: Codec, values: Tensor, state: State, context: ReduceContext) -> Conversation:
+        """What was to be sent is the mean."""
+        mean = values.clone()
+        values.zero_()
+        yield from ()
+        return lambda out: void(out.copy_(mean))
+
+    def ask(self, question: Question, stage: Stage) -> Asked:
+        raise AssertionError("in a world of one nothing is asked")
+
+
+class FlatAnswerer(Answerer):
     """All ranks take part in conversations."""
 
-    channels: Sequence[Channel]  # one for each question of a conversation
-    collective: str
+    def __init__(self, channels: Sequence[Channel], collective: str) -> None:
+        """There is a channel for each question of a conversation."""
+        fabric = channels[0].fabric
+        self.channels = channels
+        of_halves = "auto" if fabric.name == "shm" else "direct"
+        self.route = Route(fabric.world, fabric.rank, (), collective, of_halves)
 
-    def ask(self, question: Question, number: int) -> Asked:
-        """Start the collective that answers a question, the first of which has the number 0."""
-        channel = self.channels[min(number, len(self.channels) - 1)]
+    def ask(self, question: Question, stage: Stage) -> Asked:
+        channel = self.channels[stage.number]
         if isinstance(question, Mean):
-            return ask_mean(question, channel, self.collective)
+            return ask_mean(question, channel, stage.collective)
         if isinstance(question, Gather):
             return ask_gather(question, channel)
         return ask_exchange(question, channel)
 
 
 def ask_mean(question: Mean, channel: Channel, collective: str) -> Asked:
-    """16-bit values go straight to the owner of their slice, so that none travels as a partial sum of 32 bits.
-
-    That is what parts and messages do too, whichever collective was named: it is for what is sent uncompressed.
-    """
+    """Everyone's tensor, added up and divided."""
     tensor = question.tensor.contiguous()
-    if tensor.element_size() == 2:
-        collective = "auto" if channel.fabric.name == "shm" else "direct"
     return Asked(channel.all_reduce(tensor, "mean", collective), lambda: tensor)
 
 
@@ -89,22 +119,6 @@ def filled_words(messages: Sequence[Tensor], nbytes: int, device: torch.device) 
         row[: len(message)] = message
         row[len(message) :] = 0
     return words
-
-
-def converse(conversation: Conversation, answerer: FlatAnswerer, rank: int) -> tuple[Decoder, int]:
-    """Carry a conversation through, waiting for every answer; what writes the mean, and the bytes this rank sent."""
-    answer: Any = None
-    sent_bytes = number = 0
-    while True:
-        try:
-            question = conversation.send(answer)
-        except StopIteration as end:
-            return end.value, sent_bytes
-        sent_bytes += question.said_bytes(rank)
-        asked = answerer.ask(question, number)
-        asked.handle.wait()
-        answer = asked.read()
-        number += 1
 
 
 def flat_answerer(fabric: Fabric, collective: str, rounds: int) -> FlatAnswerer:

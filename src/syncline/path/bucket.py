@@ -18,6 +18,7 @@ from syncline.fabric.base import Fabric, name_of
 from syncline.guards.claims import strides_of
 from syncline.path.holders import count_references, count_tensors, warn_of_blindness
 from syncline.path.placing import SMALL_BYTES, put
+from syncline.path.work import NamedParameter
 
 NOT_SEEN = 1 << 30  # gradients: more than come in any pass, so a bucket waits for its end
 
@@ -225,7 +226,7 @@ def view_of(slot: Slot, flat: Tensor) -> Tensor:
     return flat.as_strided(slot.parameter.shape, slot.strides)
 
 
-def parts_of(slots: Sequence[Slot]) -> tuple[Part, ...]:
+def parts_of(slots: Sequence[NamedParameter]) -> tuple[Part, ...]:
     """The parameters of a bucket by name and place."""
     parts, start = [], 0
     for slot in slots:

@@ -133,19 +133,27 @@ class CodecStateStore:
     def of(self, number: int, parts: Callable[[], tuple[Part, ...]], device: torch.device) -> BucketCodecState:
         """The state of a bucket, whose parts are asked for once."""
         if number not in self.states:
-            self.states[number] = BucketCodecState.begin(self.codec, parts(), device, self.codec.feedback)
-            restore(self.states[number], self.saved)
+            made = BucketCodecState.begin(self.codec, parts(), device, self.codec.feedback)
+            self._take_out({part.name for part in made.parts})
+            restore(made, self.saved)
+            self.states[number] = made
         return self.states[number]
+
+    def _take_out(self, names: Container[str]) -> None:
+        """Put what other buckets have of these parameters, which were in those before, to what is to be put back."""
+        for number, coded in list(self.states.items()):
+            if any(part.name in names for part in coded.parts):
+                for kind, values in saved_of(coded).items():
+                    self.saved.setdefault(kind, {}).update(values)
+                del self.states[number]
 
     def state_dict(self) -> Saved:
         """Residuals, their scales and codec state, by parameter."""
-        residual, step_scale, state = (dict(self.saved.get(kind, {})) for kind in KINDS)
+        made = {kind: dict(self.saved.get(kind, {})) for kind in KINDS}
         for coded in self.states.values():
-            state |= {key: value.clone() for key, value in coded.state.items()}
-            if coded.residual is not None:
-                step_scale |= coded.residual.step_scale
-                residual |= {part.name: coded.residual.values[part.lo : part.hi].clone() for part in coded.parts}
-        return dict(zip(KINDS, (residual, step_scale, state), strict=True))
+            for kind, values in saved_of(coded).items():
+                made[kind] |= values
+        return made
 
     def load_state_dict(self, saved: Saved) -> None:
         """Go on from what was saved."""
@@ -160,6 +168,16 @@ KINDS = ("residual", "step_scale", "state")
 def state_of(state: State, names: Container[str]) -> State:
     """The part of a state that belongs to these parameters."""
     return {key: value for key, value in state.items() if key.rpartition("/")[0] in names}
+
+
+def saved_of(coded: BucketCodecState) -> Saved:
+    """Residual, its scales and codec state of a bucket, by parameter."""
+    saved: Saved = {kind: {} for kind in KINDS}
+    saved["state"] = {key: value.clone() for key, value in coded.state.items()}
+    if coded.residual is not None:
+        saved["step_scale"] = dict(coded.residual.step_scale)
+        saved["residual"] = {part.name: coded.residual.values[part.lo : part.hi].clone() for part in coded.parts}
+    return saved
 
 
 def restore(coded: BucketCodecState, saved: Saved) -> None:

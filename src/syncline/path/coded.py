@@ -1,4 +1,4 @@
-"""With a codec: one thread encodes and decodes, and while bucket i is decoded, i+1 is on the wire and i+2 is encoded.
+"""With a codec: one thread takes buckets through their stages; while one is on the wire it encodes or decodes another.
 
     encode                    gradient and residual make the values; the codec takes its first message out of them
     wire, combine, wire       a collective for each question; what the codec makes of the answer
@@ -6,89 +6,42 @@
     status                    leaves when the last bucket has asked its last question: then no rank can fail alone
     commit                    residuals change places if the pass is good; nothing has changed if it is not
 
-What is decoded has the same bits on all ranks, so whether it fits the bucket needs no vote. Where memory is scarcer
-than time (`lean`) the codec works in the bucket itself, and decodes when the status is known.
+Which of these there are, and in which order, is said by a list (`stages.py`). What is decoded has the same bits on all
+ranks, so whether it fits the bucket needs no vote. Where memory is scarcer than time (`lean`) the codec works in the
+bucket itself, and decodes when the status is known.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from time import monotonic_ns
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, ReduceContext
-from syncline.codecs.conversation import Conversation, Decoder, Gather, Question
-from syncline.codecs.entries import positions_of
-from syncline.codecs.none import void
+from syncline.codecs.codec import Codec
 from syncline.core.status import OwnStatus, PassStatus
 from syncline.errors import FabricError
 from syncline.fabric.base import Fabric, Times
-from syncline.guards.finite import is_finite, largest_of, magnitude_fits, sum_fits
-from syncline.path.answerer import Asked, FlatAnswerer
-from syncline.path.bucket import Bucket, parts_of
-from syncline.path.codec_state import BucketCodecState, CodecStateStore, PendingEncoding, Saved
-from syncline.path.hierarchical import HierarchicalAnswerer
+from syncline.guards.finite import sum_fits
+from syncline.path.answerer import Answerer, Asked
+from syncline.path.codec_stages import CodecStages
+from syncline.path.codec_state import CodecStateStore, Saved
+from syncline.path.coded_work import CodedPass, CodedWork
 from syncline.path.path import DivideBy, Path, StatusWork, met_by
 from syncline.path.residuals import GradientScale
-from syncline.path.sampling import Sample, quality_of, some_of
+from syncline.path.stages import Stage
 from syncline.path.task_thread import Order, TaskThread
-from syncline.path.work import BucketWork, PassWork, StageName, Stamp
+from syncline.path.work import GradientBucket, PassWork
 from syncline.tracing.quality import Watch
 from syncline.tracing.spans import Recorder
 
 DECODE, COMBINE, ENCODE = range(3)  # the order in which tasks are taken up
 AHEAD = 3  # buckets that are encoded and not decoded: more would hold more memory and keep no link busier
 NO_SCALE = (-1, GradientScale({}))  # before the first pass
-
-
-@dataclass(eq=False)
-class CodedWork(BucketWork):
-    """A bucket in the hands of a codec."""
-
-    scale: GradientScale = field(default_factory=lambda: GradientScale({}))
-    context: ReduceContext | None = None
-    pending: PendingEncoding | None = None
-    conversation: Conversation | None = None
-    index: int = 0  # among the buckets of its pass
-    rounds: int = 1  # questions that the codec asks
-    asked: int = 0
-    answer: Asked | None = None  # to the last question
-    decoder: Decoder | None = None
-    sample: Sample | None = None  # in the passes in which quality is looked at
-    positions: str = ""  # how the codec wrote those of the entries that it chose
-
-    def stamp(self, stage: StageName, began_ns: int) -> None:
-        """Note that a stage has ended."""
-        self.stamps.append(Stamp(stage, began_ns, monotonic_ns()))
-
-    def spent_ns(self, *stages: StageName) -> int:
-        """How long the bucket was in these stages."""
-        return sum(stamp.ended_ns - stamp.began_ns for stamp in self.stamps if stamp.stage in stages)
-
-
-@dataclass(eq=False)
-class CodedPass(PassWork):
-    """A pass in the hands of a codec."""
-
-    joined: DivideBy | None = None
-    is_sealed: bool = False  # all its buckets have come to the thread
-    answered: dict[tuple[int, int], CodedWork] = field(default_factory=dict)  # by question and index, not gone on with
-    combined: Counter[int] = field(default_factory=Counter)  # buckets that have gone on, by question
-    begun: int = 0  # buckets that are encoded
-    settled: int = 0  # buckets that have asked their last question
-    decoded: int = 0
-    ended: threading.Event = field(default_factory=threading.Event)  # all is committed or discarded, or has failed
-    known: threading.Event = field(default_factory=threading.Event)  # the status, or that it has failed
-    ended_ns: int = 0  # when the status had come
-    error: BaseException | None = None
-    overflowed: set[int] = field(default_factory=set)  # buckets of 16 bits that cannot hold their mean
 
 
 class CodedPath(Path):
@@ -104,22 +57,19 @@ class CodedPath(Path):
         codec: Codec,
         seed: int,
         scale: Callable[[], GradientScale],
-        answerer: FlatAnswerer | HierarchicalAnswerer | None,
+        answerer: Answerer,
         lean: bool = False,
     ) -> None:
-        """`answerer` is None in a world of one, where there is nobody to ask and nothing is left out."""
         super().__init__(fabric, collective, recorder)
-        self.codec = codec
-        self.seed = seed
         self.find_scale = scale
         self.answerer = answerer
-        self.lean = lean
         self.channel = fabric.channel()
         self.follows_earlier = codec.feedback or codec.correction is not None  # what is sent depends on earlier passes
         self.scale_now: tuple[int, GradientScale] = NO_SCALE
         self.scale_agreed: tuple[int, GradientScale] = NO_SCALE  # the thread's
         self.store = CodecStateStore(codec)
         self.watch = Watch()
+        self.stages = CodecStages(fabric, codec, answerer, self.store, self.watch, seed, lean)
         self.current: CodedPass | None = None  # that the thread is in, from its first bucket to its commit
         self.parked: list[tuple[Order, Callable[[], None]]] = []  # tasks of the next pass, until this one is committed
         self.error: BaseException | None = None  # after which nothing goes on
@@ -134,11 +84,11 @@ class CodedPath(Path):
     def begin(self, number: int, has_data: bool = True) -> CodedPass:
         return CodedPass(number, has_data, joined=self.joined if self.follows_earlier else None)
 
-    def start(self, current: PassWork, bucket: Bucket) -> None:
+    def start(self, current: PassWork, bucket: GradientBucket) -> None:
         assert isinstance(current, CodedPass)
         work = CodedWork(bucket, bucket.buffer, scale=self.scale_of(current.number), index=len(current.works))
-        current.works.append(work)
-        self._put_in_order(current, work.index, partial(self._encode, current, work))
+        current.add(work)
+        self._put_in_order(current, work.index, partial(self._begin, current, work))
 
     def scale_of(self, number: int) -> GradientScale:
         """What gradients are worth in a pass, looked up once."""
@@ -156,7 +106,7 @@ class CodedPath(Path):
 
         def begin() -> None:
             is_next = self.current in (None, current)
-            if not is_next or current.begun - current.decoded >= AHEAD:
+            if not is_next or current.begun - current.arrived >= AHEAD:
                 self.parked.append((order, begin))
                 return
             self.current = current
@@ -191,8 +141,9 @@ class CodedPath(Path):
         before_ns = from_ns
         for work in current.works:
             assert isinstance(work, CodedWork)
-            ended_ns = max(stamp.ended_ns for stamp in work.stamps if stamp.stage != "commit")
-            times = met_by(Times(work.stamps[0].began_ns, work.stamps[0].began_ns, ended_ns), current.ended_ns)
+            began_ns = next(stamp.began_ns for stamp in work.stamps if stamp.stage == "encode")
+            ended_ns = max(stamp.ended_ns for stamp in work.stamps if stamp.stage not in ("status", "commit"))
+            times = met_by(Times(began_ns, began_ns, ended_ns), current.ended_ns)
             arrived_ns = min(max(before_ns, ended_ns), to_ns)
             self.note_span(work, times, before_ns, max(arrived_ns, ended_ns))
             self.recorder.codings.append((work.spent_ns("encode", "combine"), work.spent_ns("decode")))
@@ -228,98 +179,61 @@ class CodedPath(Path):
         for order, task in parked:
             self.thread.put(order, task)
 
-    def _encode(self, current: CodedPass, work: CodedWork) -> None:
-        """Make the values of a bucket, and ask the first question."""
-        began_ns = monotonic_ns()
+    def _begin(self, current: CodedPass, work: CodedWork) -> None:
+        """Begin with a bucket. Good passes count as steps: one that was skipped never happened."""
         current.begun += 1
-        coded = self.state_of(work.bucket)
         if current.joined is not None:
             work.scale = self._agreed_scale(current, work.scale, current.joined)
-        work.context = self._context(coded, work.scale)
-        work.rounds = self.codec.rounds(work.context.step)
-        dense: list[Tensor] = []
+        self.stages.begin(work, self.good_passes + 1)
+        self._go_on(current, work)
 
-        def look(gradient: Tensor) -> None:
-            if self.watch.is_due(self.good_passes + 1):
-                dense.append(self._mean_of_some(gradient))
+    def _go_on(self, current: CodedPass, work: CodedWork) -> None:
+        """Take a bucket through its stages, up to one that has to be waited for."""
+        while (stage := work.stage) is not None:
+            if stage.name == "wire":
+                self._ask(current, work, stage)
+                if not self.answerer.waits:
+                    return
+                continue
+            if stage.settles:
+                self._settle(current, work)
+            if stage.name == "status":
+                self._await_status(current, work)
+                return
+            self.stages.carry_out(work, stage)
 
-        work.pending = pending = coded.prepare(work.buffer.values, work.scale, work.context, self.lean, look)
-        if isinstance(self.answerer, HierarchicalAnswerer):
-            self.answerer.add_up(pending.values)
-            pending.largest = largest_of(pending.values) if len(pending.values) else 0.0
-        if not magnitude_fits(pending.largest, len(pending.values) * self.fabric.world):
-            self._own(current).nonfinite.add(work.number)
-            pending.values.zero_()
-        if dense:
-            work.sample = Sample(work.context.step, float(pending.values.norm()), dense[0])
-        if isinstance(self.answerer, FlatAnswerer):
-            work.conversation = self.codec.reduce(pending.values, pending.state, work.context)
-            self._advance(current, work, "encode", began_ns)
-            return
-        self._converse(work, pending)
-        work.stamp("encode", began_ns)
-        self._settle(current, work)
-        self._decode(current, work)
-
-    def _converse(self, work: CodedWork, pending: PendingEncoding) -> None:
-        """Carry a whole conversation through: between hosts, or in a world of one, where nothing is left out."""
-        assert work.context is not None
-        if isinstance(self.answerer, HierarchicalAnswerer):
-            coded, own = self.state_of(work.bucket), dict(pending.state)
-            corrected = {key: value for key, value in own.items() if value is not coded.state.get(key)}
-            work.decoder, work.sent_bytes = self.answerer.run(self.codec, pending.values, pending.state, work.context)
-            if self.answerer.leaders is None:
-                pending.state = corrected  # ranks that do not talk have no state of the codec
-            return
-        mean = pending.values.clone()
-        pending.values.zero_()
-        work.decoder = lambda out: void(out.copy_(mean))
-
-    def _advance(self, current: CodedPass, work: CodedWork, stage: StageName, began_ns: int) -> None:
-        """Give the codec its answer, and ask what it asks next, or write what it has come to."""
-        assert work.conversation is not None
-        answer: Any = work.answer.read() if work.answer is not None else None
-        try:
-            question = work.conversation.send(answer)
-        except StopIteration as end:
-            work.decoder, work.conversation, work.answer = end.value, None, None
-            self._decode(current, work)
-            return
-        work.stamp(stage, began_ns)
-        self._ask(current, work, question)
-        if work.asked == work.rounds:
-            self._settle(current, work)
-
-    def _ask(self, current: CodedPass, work: CodedWork, question: Question) -> None:
+    def _ask(self, current: CodedPass, work: CodedWork, stage: Stage) -> None:
         """Start a collective; when it is over, this thread goes on with the bucket."""
-        assert isinstance(self.answerer, FlatAnswerer)
-        if work.sample is not None and isinstance(question, Gather) and question.has_entries:
-            work.positions = positions_of(question.message)
-        work.sent_bytes += question.said_bytes(self.fabric.rank)
         began_ns = monotonic_ns()
-        work.answer = asked = self.answerer.ask(question, work.asked)
-        work.asked += 1
-        order = (DECODE if work.asked == work.rounds else COMBINE, current.number, work.index)
+        work.answer = asked = self.stages.ask(work, stage)
+        if stage.settles:
+            self._settle(current, work)
+        if self.answerer.waits:
+            work.end_stage(began_ns)
+            return
+        order = (DECODE if stage.settles else COMBINE, current.number, work.index)
         went_on = partial(self._guarded, current, partial(self._take_answer, current, work, asked, began_ns))
         asked.handle.on_done(lambda: self.thread.put(order, went_on))
 
     def _take_answer(self, current: CodedPass, work: CodedWork, asked: Asked, asked_ns: int) -> None:
         """Go on with a bucket; to ask again, buckets keep their order, which must be the same on all ranks."""
+        stage = work.stage
+        assert stage is not None
         asked.handle.wait()
-        work.stamps.append(Stamp("wire", asked_ns, max(asked.handle.times().ended_ns, asked_ns)))
-        if work.asked == work.rounds:
-            self._advance(current, work, "combine", monotonic_ns())
+        work.end_stage(asked_ns, max(asked.handle.times().ended_ns, asked_ns))
+        if stage.settles:
+            self._go_on(current, work)
             return
-        question = work.asked
-        current.answered[question, work.index] = work
-        while (ready := current.answered.pop((question, current.combined[question]), None)) is not None:
-            current.combined[question] += 1
-            self._advance(current, ready, "combine", monotonic_ns())
+        current.answered[stage.number, work.index] = work
+        while (ready := current.answered.pop((stage.number, current.combined[stage.number]), None)) is not None:
+            current.combined[stage.number] += 1
+            self._go_on(current, ready)
+
+    # The status
 
     def _settle(self, current: CodedPass, work: CodedWork) -> None:
-        """A bucket has asked its last question, so what it leaves is known on this rank."""
-        assert work.pending is not None
-        if not self.state_of(work.bucket).fits(work.pending, self.fabric.world):
+        """What a bucket leaves is known on this rank."""
+        if not self.stages.fits(work):
             self._own(current).nonfinite.add(work.number)
         current.settled += 1
         self._send_status(current)
@@ -338,9 +252,10 @@ class CodedPath(Path):
         return current.own
 
     def _send_status(self, current: CodedPass) -> None:
-        """Let the status leave when every bucket has asked its last question."""
+        """Let the status leave when all buckets are settled."""
         if not current.is_sealed or current.settled < len(current.works):
             return
+        current.left_ns = monotonic_ns()
         status = StatusWork(self.channel, current, self._own(current))
 
         def arrived() -> None:
@@ -352,88 +267,34 @@ class CodedPath(Path):
         order = (DECODE, current.number, -1)
         status.handle.on_done(lambda: self.thread.put(order, partial(self._guarded, current, arrived)))
 
-    def _decode(self, current: CodedPass, work: CodedWork) -> None:
-        """Write the mean, unless the bucket still holds what is to be kept: then it is written when that is kept."""
+    def _await_status(self, current: CodedPass, work: CodedWork) -> None:
+        """All is done with a bucket that can be done before the status is known."""
         assert work.pending is not None
         work.pending.end()
-        holds_residual = self.codec.feedback and work.pending.values is work.buffer.values
-        if not holds_residual:
-            self._write_mean(current, work)
-        current.decoded += 1
         current.arrived += 1
         self._unpark()
         self._commit_if_complete(current)
 
-    def _write_mean(self, current: CodedPass, work: CodedWork) -> None:
-        """Write the mean by way of float32."""
-        assert work.decoder is not None
-        began_ns = monotonic_ns()
-        values = work.buffer.values
-        out = values if values.dtype == torch.float32 else torch.empty_like(values, dtype=torch.float32)
-        work.decoder(out)
-        work.decoder = None
-        if out is not values:
-            values.copy_(out)
-            if values.itemsize < out.itemsize and not is_finite(values):
-                current.overflowed.add(work.number)
-        work.stamp("decode", began_ns)
-
     def _commit_if_complete(self, current: CodedPass) -> None:
-        """When the status is known and all buckets are decoded, keep what the pass has left, or nothing of it."""
-        if current.status is None or current.decoded < len(current.works):
+        """When the status is known and all buckets wait for it, keep what the pass has left, or nothing of it."""
+        if current.status is None or current.arrived < len(current.works):
             return
-        if current.overflowed:
-            both = sorted({*current.status.nonfinite, *current.overflowed})
+        works = [work for work in current.works if isinstance(work, CodedWork)]
+        if overflowed := {work.number for work in works if work.has_overflowed}:
+            both = sorted({*current.status.nonfinite, *overflowed})
             current.status = replace(current.status, nonfinite=tuple(both))
         is_good = current.status.is_good
         unused = current.unused_names() if is_good else set()
-        for work in current.works:
-            assert isinstance(work, CodedWork)
+        for work in works:
+            work.end_stage(current.left_ns, current.ended_ns)
+            work.unused = unused
             if is_good:
-                self._commit(current, work, unused)
-            else:
-                self._discard(work, current.status)
-            work.pending = work.decoder = None
+                self._go_on(current, work)
+            self.stages.end(work, current.status)
         self.good_passes += is_good
         current.ended.set()
         self.current = None
         self._unpark()
-
-    def _commit(self, current: CodedPass, work: CodedWork, unused: set[str]) -> None:
-        """Keep the residual of a bucket and the state of its codec."""
-        assert work.pending is not None
-        began_ns = monotonic_ns()
-        coded = self.state_of(work.bucket)
-        left = float(work.pending.values.norm()) if work.sample is not None and coded.residual is not None else None
-        coded.commit(work.pending, unused)
-        work.stamp("commit", began_ns)
-        if work.decoder is not None:
-            self._write_mean(current, work)
-        if work.sample is not None:
-            self.watch.add(quality_of(work.number, work.sample, left, work.buffer.values, work.positions))
-
-    def _discard(self, work: CodedWork, status: PassStatus) -> None:
-        """Leave no mean of a pass that nobody uses; where a bucket is not finite a GradScaler is to see that."""
-        if work.number in status.nonfinite:
-            work.buffer.values.fill_(torch.inf)
-        else:
-            work.buffer.values.zero_()
-
-    def state_of(self, bucket: Bucket) -> BucketCodecState:
-        """Codec state and residual of a bucket."""
-        return self.store.of(bucket.number, lambda: parts_of(bucket.slots), bucket.buffer.values.device)
-
-    def _context(self, coded: BucketCodecState, scale: GradientScale) -> ReduceContext:
-        """Where and when a bucket is encoded. Good passes count as steps: one that was skipped never happened."""
-        return ReduceContext(
-            self.fabric.rank,
-            self.fabric.world,
-            self.good_passes + 1,
-            self.seed,
-            coded.parts,
-            scale.loss_scale,
-            scale.share,
-        )
 
     def _agreed_scale(self, current: CodedPass, scale: GradientScale, divide_by: DivideBy) -> GradientScale:
         """What gradients are worth in a pass in which some ranks may have none, which ranks ask each other once.
@@ -452,10 +313,6 @@ class CodedPath(Path):
             agreed = GradientScale(dict(zip(names, rates, strict=True)), loss_scale, share)
             self.scale_agreed = (current.number, agreed)
         return self.scale_agreed[1]
-
-    def _mean_of_some(self, values: Tensor) -> Tensor:
-        """The dense mean over ranks, of some entries only: it is one more collective."""
-        return self.fabric.all_reduce(some_of(values).to(torch.float32, copy=True), op="mean")
 
     # To be saved and restored
 

@@ -14,11 +14,10 @@ import torch
 
 from syncline.codecs.none import NoCodec
 from syncline.core.status import OwnStatus, PassStatus
-from syncline.path.bucket import Bucket
 from syncline.path.codec_state import Saved
 from syncline.path.coded import CodedPath
 from syncline.path.path import Path
-from syncline.path.work import PassWork
+from syncline.path.work import GradientBucket, PassWork
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class FlushingPath(Path):
         """The path that a pass takes."""
         return self.flush if current in self.passes else self.then
 
-    def start(self, current: PassWork, bucket: Bucket) -> None:
+    def start(self, current: PassWork, bucket: GradientBucket) -> None:
         self._of(current).start(current, bucket)
 
     def end(self, current: PassWork, own: OwnStatus) -> None:

@@ -15,59 +15,61 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from syncline.codecs.codec import Codec, ReduceContext, State
-from syncline.codecs.conversation import Decoder
-from syncline.codecs.none import void
+from syncline.codecs.conversation import Conversation, Question
 from syncline.collectives.hierarchical import Hierarchical
 from syncline.errors import FabricError, PeerError
 from syncline.fabric.base import Fabric
-from syncline.path.answerer import FlatAnswerer, converse
+from syncline.path.answerer import Answerer, Asked, FlatAnswerer
+from syncline.path.stages import Route, Stage
 
 
-class HierarchicalAnswerer:
+class HierarchicalAnswerer(Answerer):
     """Leaders talk for their hosts, one bucket after the other. All ranks make it together."""
+
+    waits = True
 
     def __init__(self, fabric: Fabric, chosen: Hierarchical) -> None:
         hosts = chosen.placed(fabric.world, fabric.hosts)
         self.fabric = fabric
-        self.inner, self.outer = best_of(chosen)
+        self.inner, outer = best_of(chosen)
         self.weight = len(hosts) / fabric.world
         host_ranks = next(host for host in hosts if fabric.rank in host)
         leader_ranks = tuple(host[0] for host in hosts)
         self.host = fabric.subgroup(host_ranks)
         self.leaders = fabric.subgroup(leader_ranks) if fabric.rank in leader_ranks else None
+        self.among_leaders = None if self.leaders is None else FlatAnswerer([self.leaders.channel()], outer)
+        of_halves = "direct" if self.among_leaders is None else self.among_leaders.route.collective_of_halves
+        self.route = Route(fabric.world, fabric.rank, hosts, outer, of_halves)
 
     def add_up(self, values: Tensor) -> None:
         """Replace the values of every rank of a host by their sum."""
         with self._one_culprit():
             self.host.all_reduce(values, op="sum", collective=self.inner)
 
-    def run(self, codec: Codec, values: Tensor, state: State, context: ReduceContext) -> tuple[Decoder, int]:
-        """Carry a conversation through; what writes the mean, and the bytes that were sent to other hosts."""
-        mean = torch.empty_like(values)
-        sent_bytes = 0
-        with self._one_culprit():
-            if self.leaders is None:
-                values.zero_()
-            else:
-                sent_bytes = self._lead(self.leaders, codec, values, state, context, mean)
-            self.host.broadcast(mean)
-        return lambda out: void(out.copy_(mean)), sent_bytes
-
-    def _lead(
-        self, leaders: Fabric, codec: Codec, values: Tensor, state: State, context: ReduceContext, mean: Tensor
-    ) -> int:
-        """Talk for the host, write the mean, and leave what was not sent."""
+    def begin(self, codec: Codec, values: Tensor, state: State, context: ReduceContext) -> Conversation:
+        """Talk for the host, and leave what was not sent."""
+        assert self.leaders is not None
         values.mul_(self.weight)
-        context = replace(context, rank=leaders.rank, world=leaders.world)
-        answerer = FlatAnswerer([leaders.channel()], self.outer)
-        decoder, sent_bytes = converse(codec.reduce(values, state, context), answerer, leaders.rank)
-        decoder(mean)
+        context = replace(context, rank=self.leaders.rank, world=self.leaders.world)
+        decoder = yield from codec.reduce(values, state, context)
         values.div_(self.weight)
-        return sent_bytes
+        return decoder
+
+    def ask(self, question: Question, stage: Stage) -> Asked:
+        """The answer of the other leaders, waited for."""
+        assert self.among_leaders is not None
+        with self._one_culprit():
+            asked = self.among_leaders.ask(question, stage._replace(number=0))
+            asked.handle.wait()
+        return asked
+
+    def spread(self, mean: Tensor) -> None:
+        """Give every rank of a host what its leader has."""
+        with self._one_culprit():
+            self.host.broadcast(mean)
 
     @contextmanager
     def _one_culprit(self) -> Iterator[None]:

@@ -16,9 +16,8 @@ from syncline.core.status import OwnStatus, PassStatus, read_status, write_statu
 from syncline.fabric.base import Fabric, Times
 from syncline.fabric.channel import Channel
 from syncline.guards.finite import sum_fits
-from syncline.path.bucket import Bucket
 from syncline.path.codec_state import Saved
-from syncline.path.work import BucketWork, PassWork
+from syncline.path.work import BucketWork, GradientBucket, PassWork
 from syncline.tracing.spans import BucketSpan, Recorder
 
 DivideBy = Literal["world", "active"]  # ranks: all, or those that still have data
@@ -69,7 +68,7 @@ class Path(ABC):
         return PassWork(number, has_data)
 
     @abstractmethod
-    def start(self, current: PassWork, bucket: Bucket) -> None:
+    def start(self, current: PassWork, bucket: GradientBucket) -> None:
         """Send a bucket off, maybe without data. Its memory is the fabric's until the pass has ended."""
 
     @abstractmethod

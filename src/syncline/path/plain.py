@@ -10,9 +10,8 @@ import torch
 from syncline.collectives.execute import Op
 from syncline.core.status import OwnStatus, PassStatus
 from syncline.fabric.base import Fabric, Handle
-from syncline.path.bucket import Bucket
 from syncline.path.path import Path, StatusWork, met_by
-from syncline.path.work import BucketWork, PassWork, Stamp
+from syncline.path.work import BucketWork, GradientBucket, PassWork, Stamp
 from syncline.tracing.spans import Recorder
 
 DIVIDED_EARLY = (torch.float32, torch.float64)  # sums of others are divided when they are whole
@@ -24,6 +23,7 @@ class PlainPass(PassWork):
 
     handles: list[Handle] = field(default_factory=list)
     status_work: StatusWork | None = None
+    left_ns: int = 0  # when the status did
 
 
 class PlainPath(Path):
@@ -39,17 +39,18 @@ class PlainPath(Path):
     def begin(self, number: int, has_data: bool = True) -> PlainPass:
         return PlainPass(number, has_data)
 
-    def start(self, current: PassWork, bucket: Bucket) -> None:
+    def start(self, current: PassWork, bucket: GradientBucket) -> None:
         assert isinstance(current, PlainPass)
         work = BucketWork(bucket, bucket.buffer, sent_bytes=bucket.nbytes)
         op: Op = "mean" if bucket.divisor == 1 else "sum"
         current.handles.append(self.channel.all_reduce(bucket.buffer.values, op, self.collective))
-        current.works.append(work)
+        current.add(work)
 
     def end(self, current: PassWork, own: OwnStatus) -> None:
         assert isinstance(current, PlainPass)
         current.own = own
         own.nonfinite |= {work.number for work in current.works if work.bucket.divisor != 1 and not work.bucket.finite}
+        current.left_ns = monotonic_ns()
         current.status_work = StatusWork(self.channel, current, own)
 
     def wait_for_status(self, current: PassWork) -> PassStatus:
@@ -74,6 +75,7 @@ class PlainPath(Path):
         self.recorder.waited(from_ns, ended_ns)
         for work, handle, waited in zip(current.works, current.handles, waits, strict=True):
             self.note_arrival(work, handle, status, ended_ns, waited)
+            work.stamps.append(Stamp("status", current.left_ns, ended_ns))
         current.status = status = replace(status, nonfinite=())  # the means tell by themselves
         current.is_complete = True
         return status

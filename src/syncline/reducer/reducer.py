@@ -20,6 +20,8 @@ from itertools import chain
 from time import monotonic_ns
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from syncline.core.passes import UNSURE, PassCounter
 from syncline.core.plan import Plan
 from syncline.core.status import Call, OwnStatus, PassStatus
@@ -233,8 +235,12 @@ class Reducer:
         """
         if self.state is State.LOCAL:
             return False
-        handed_out = [slot.view for slot in self.layout.slots if slot.parameter.grad is slot.view]
-        return sum(bool(view.any()) for view in handed_out) > 1
+        return sum(bool(view.any()) for view in self.handed_out()) > 1
+
+    def handed_out(self) -> list[Tensor]:
+        """Gradients that parameters have in the memory of buckets."""
+        slots = [slot for bucket in self.layout.buckets for slot in bucket.slots]
+        return [slot.view for slot in slots if slot.parameter.grad is slot.view]
 
     def still_accumulates(self, first: Slot | None) -> bool:
         """Whether any gradient is still there that no step has used, seen when the first one of a pass has come.
@@ -407,8 +413,9 @@ class Reducer:
     def refuse_unused_gradients(self, call: str) -> None:
         """Refuse what is only possible after a step, and not while there are gradients that no step has used."""
         self.refuse_broken()
-        own = [slot for slot in self.layout.slots if slot.parameter.grad is slot.view]
-        if self.state is State.IDLE or (self.state is State.AT_HAND and not any(bool(slot.view.any()) for slot in own)):
+        if self.state is State.IDLE or (
+            self.state is State.AT_HAND and not any(view.any() for view in self.handed_out())
+        ):
             return
         raise ConfigError(
             f"{call} came while there were gradients that no step has used; call it after optimizer.step(), or after "
@@ -535,7 +542,7 @@ class Reducer:
     def assign_late_grads(self, late: Pass | SavedPass) -> PassStatus:
         """Wait for a pass whose memory parameters have left since, and give its gradients to them."""
         if isinstance(late, SavedPass):
-            self.layout.turn_for(late.number)
+            self.layout.turn_for(self.passes - 1)  # not to the memory of a pass that is under way
             self.layout.assign_saved_grads(late.gradients)
             return late.status
         status = self.status_of(late, self.is_newest(late))

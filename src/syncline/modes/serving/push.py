@@ -19,11 +19,11 @@ from syncline.guards.finite import is_finite, magnitude_fits
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server
-from syncline.path.bucket import Bucket, BucketBuffer, Slot, parts_of
+from syncline.path.bucket import Slot, parts_of
 from syncline.path.codec_state import BucketCodecState, CodecStateStore, PendingEncoding, Saved
 from syncline.path.path import Path
 from syncline.path.residuals import GradientScale
-from syncline.path.work import BucketWork, PassWork
+from syncline.path.work import BucketWork, GradientBucket, Memory, NamedParameter, PassWork
 
 
 @dataclass
@@ -79,7 +79,7 @@ class PushPath(Path):
     def begin(self, number: int, has_data: bool = True) -> PushedPass:
         return PushedPass(number, has_data)
 
-    def start(self, current: PassWork, bucket: Bucket) -> None:
+    def start(self, current: PassWork, bucket: GradientBucket) -> None:
         assert isinstance(current, PushedPass)
         if bucket.number not in self.server_of:
             names = ", ".join(slot.name for slot in bucket.slots[:3])
@@ -130,7 +130,7 @@ class PushPath(Path):
             link.send(message)
 
     def message_of(
-        self, bucket: Bucket, buffer: BucketBuffer, present: list[int], scale: GradientScale
+        self, bucket: GradientBucket, buffer: Memory, present: list[int], scale: GradientScale
     ) -> Message | None:
         """With the gradients or what a codec makes of them; None if they are not finite, or too large for it."""
         flags, step = torch.tensor(present), self.good_passes + 1
@@ -141,7 +141,7 @@ class PushPath(Path):
         return Message(Kind.PUSH, bucket.number, step, body=torch.cat([flags, words])) if words is not None else None
 
     def encode(
-        self, step: int, bucket: Bucket, buffer: BucketBuffer, present: list[int], scale: GradientScale
+        self, step: int, bucket: GradientBucket, buffer: Memory, present: list[int], scale: GradientScale
     ) -> Tensor | None:
         """What a codec makes of a copy of the gradients."""
         coded = self.state_of(bucket.number, bucket.slots)
@@ -155,7 +155,7 @@ class PushPath(Path):
         self.pushed[bucket.number] = Pushed(coded, pending, unused)
         return words if coded.fits(pending, 1) else None
 
-    def state_of(self, number: int, slots: Sequence[Slot]) -> BucketCodecState:
+    def state_of(self, number: int, slots: Sequence[NamedParameter]) -> BucketCodecState:
         """Codec state and residual of a bucket."""
         return self.store.of(number, lambda: parts_of(slots), torch.device("cpu"))
 
