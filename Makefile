@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := CMakeLists.txt $(wildcard native/*.h native/*.cc)
+PACKAGES := $(wildcard src/syncline/*/__init__.py src/syncline/*/*/__init__.py)  # an install knows where they are
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist loadgroup  # most tests wait for processes that wait for each other
 HEADING = @printf '\n== %s\n'
 COMPILER := $(firstword $(foreach name,$(CXX) c++ clang++,$(shell command -v $(name))))
@@ -96,7 +97,7 @@ distclean: clean  ## Remove .venv as well
 	@touch $@
 
 # Where there is a compiler, a native build that fails is an error and not a reason to do without.
-.venv/.installed: .venv/.dependencies pyproject.toml $(NATIVE)
+.venv/.installed: .venv/.dependencies pyproject.toml $(NATIVE) $(PACKAGES)
 	@echo "Building and installing syncline"
 	@SYNCLINE_REQUIRE_NATIVE=$(if $(COMPILER),1,0) $(BIN)/pip install -qq --no-build-isolation -e '.[dev,mpi]'
 	@ls .venv/lib/python*/site-packages/syncline/_native* > /dev/null 2>&1 || \

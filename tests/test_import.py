@@ -203,3 +203,16 @@ def test_every_part_has_its_rule() -> None:
     assert parts - {"cli", "__main__.py", "units.py"} == set(FORBIDDEN), (
         "say in FORBIDDEN what the new part may not use"
     )
+
+
+# Codecs
+
+
+def test_codecs_are_there_after_importing_the_package_and_in_their_table() -> None:
+    named = in_fresh_interpreter("import json, syncline; print(json.dumps(syncline.codecs.TopK(0.01).keep))")
+    assert named == 0.01
+    from syncline import codecs
+    from syncline.codecs.registry import CODECS
+
+    public = {value for name in codecs.__all__ if (value := getattr(codecs, name)) is not codecs.Codec}
+    assert public == set(CODECS.values())

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from support.codec_cases import SETTINGS, gradients_of, parts_of
-from syncline.codecs import kernels, twins
+from syncline.codecs import kernels
 from syncline.codecs.codec import ReduceContext
 from syncline.codecs.conversation import Conversation, Mean, answers_to
+from syncline.codecs.kernels import reference
 from syncline.codecs.registry import codec_of
 from syncline.errors import CorruptMessage
 from syncline.path.codec_state import BucketCodecState
@@ -139,28 +140,32 @@ def test_a_message_of_any_bytes_is_refused_or_read_in_bounds(text: str, answer: 
 
 
 def coded(bits: int, block: int) -> tuple[Tensor, Callable[[Tensor, Tensor], None], Callable[[Tensor], Tensor]]:
-    """A message, its decoder, and the twin of that."""
+    """A message, its decoder, and the reference of that."""
     values = torch.randn(NUMEL, generator=torch.Generator().manual_seed(bits))
     if bits == 1:
-        decode, twin = kernels.unpack_signs, twins.unpack_signs
-        return twins.pack_signs(values, block), partial(decode, block=block), partial(twin, numel=NUMEL, block=block)
+        decode, slow = kernels.unpack_signs, reference.unpack_signs
+        return (
+            reference.pack_signs(values, block),
+            partial(decode, block=block),
+            partial(slow, numel=NUMEL, block=block),
+        )
     settings = {"block": block, "bits": bits}
-    message = twins.quantize(values, block, bits, None)
-    return message, partial(kernels.dequantize, **settings), partial(twins.dequantize, numel=NUMEL, **settings)
+    message = reference.quantize(values, block, bits, None)
+    return message, partial(kernels.dequantize, **settings), partial(reference.dequantize, numel=NUMEL, **settings)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), 3e38, 0.0])
 @pytest.mark.parametrize(("bits", "block"), [(8, 256), (4, 64), (1, 32)])
 def test_a_corrupt_scale_stays_in_its_block(bits: int, block: int, scale: float) -> None:
     """It is a number like any other, so it is not refused."""
-    message, decode, twin = coded(bits, block)
-    good, broken = twin(message), Guarded(torch.zeros(NUMEL))
+    message, decode, slow = coded(bits, block)
+    good, broken = slow(message), Guarded(torch.zeros(NUMEL))
     dtype = torch.bfloat16 if bits == 1 else torch.float32
     message[: 3 * dtype.itemsize].view(dtype)[2] = scale  # of the third block
     decode(message, broken.values)
     broken.check()
-    assert torch.equal(broken.values.isnan(), twin(message).isnan())
-    assert torch.equal(broken.values.nan_to_num(), twin(message).nan_to_num())
+    assert torch.equal(broken.values.isnan(), slow(message).isnan())
+    assert torch.equal(broken.values.nan_to_num(), slow(message).nan_to_num())
     broken.values[2 * block : 3 * block] = good[2 * block : 3 * block]
     assert torch.equal(broken.values, good)
 

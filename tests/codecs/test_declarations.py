@@ -76,6 +76,15 @@ def test_a_codec_asks_what_it_has_declared(text: str) -> None:
         expect_declared(codec, flat_parts(65_537), 2, 200, how)
 
 
+@pytest.mark.parametrize("text", [*SETTINGS, *NESTED, "warmup:codec=(rules:codec=(topk:0.1)),steps=2"])
+def test_questions_differ_between_phases_only(text: str) -> None:
+    codec = codec_of(text)
+    for parts in BUCKETS[-2:]:
+        by_phase = {codec.phase(step): codec.questions(parts, 3, step) for step in range(1, 300)}
+        for step in range(1, 300):
+            assert codec.questions(parts, 3, step) == by_phase[codec.phase(step)]
+
+
 def test_every_codec_is_tried() -> None:
     assert {codec_of(text).name for text in SETTINGS} == set(CODECS)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from support.codec_cases import SETTINGS, Ranks, flat_parts, gradients_of, parts_of, sends_gradients
-from syncline.codecs import twins
 from syncline.codecs.codec import Part, ReduceContext
 from syncline.codecs.composed import innermost
+from syncline.codecs.kernels import reference
 from syncline.codecs.registry import codec_of
 from syncline.codecs.topk import select_sampled
 from syncline.errors import ConfigError
@@ -117,7 +117,7 @@ def test_a_selection_by_blocks_takes_the_largest_of_every_block(numel: int) -> N
     values = gradients_of(1, numel, 0)[0] * torch.arange(numel).add(1).float() ** 2
     chosen = codec.choose(values, ReduceContext(0, 1, 0, 0, flat_parts(numel)))
     expected = [
-        start + twins.select_largest(block, max(1, round(0.05 * len(block))))
+        start + reference.select_largest(block, max(1, round(0.05 * len(block))))
         for start, block in zip(range(0, numel, 64), values.split(64), strict=False)
         if numel
     ]

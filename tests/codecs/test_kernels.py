@@ -1,4 +1,4 @@
-"""Native kernels against their twins in torch."""
+"""Native kernels against the reference kernels in torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from support.extreme_values import KINDS, LENGTHS, extreme_values
 from support.references import same_bits
-from syncline.codecs import entries, kernels, low_rank, twins
+from syncline.codecs import entries, kernels, low_rank
 from syncline.codecs.entries import FORMS
+from syncline.codecs.kernels import reference
 from syncline.codecs.low_rank import Matrix, left_shapes, right_shapes
 
 extremes = st.builds(
@@ -43,32 +44,32 @@ def same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 @given(extremes, blocks, st.sampled_from([8, 4]), st.booleans(), st.integers(0, 2**32))
-def test_native_integers_have_the_bits_of_their_twins(
+def test_native_integers_have_the_bits_of_the_reference(
     values: Tensor, block: int, bits: int, is_random: bool, seed: int
 ) -> None:
     assert kernels.native is not None
     noise = torch.rand(len(values), generator=torch.Generator().manual_seed(seed)) if is_random else None
     left = values.clone()
     message = kernels.take_quantized(left, block, bits, noise)
-    assert torch.equal(message, twins.quantize(values, block, bits, noise))
-    decoded = twins.dequantize(message, len(values), block, bits)
+    assert torch.equal(message, reference.quantize(values, block, bits, noise))
+    decoded = reference.dequantize(message, len(values), block, bits)
     assert same_numbers(left, values - decoded)
     assert_decoded(partial(kernels.dequantize, message, block=block, bits=bits), decoded)
 
 
 @given(extremes, blocks.filter(lambda block: block % 8 == 0))
-def test_native_signs_and_scales_have_the_bits_of_their_twins(values: Tensor, block: int) -> None:
+def test_native_signs_and_scales_have_the_bits_of_the_reference(values: Tensor, block: int) -> None:
     assert kernels.native is not None
     left = values.clone()
     message = kernels.take_signs(left, block)
-    assert torch.equal(message, twins.pack_signs(values, block))
-    decoded = twins.unpack_signs(message, len(values), block)
+    assert torch.equal(message, reference.pack_signs(values, block))
+    decoded = reference.unpack_signs(message, len(values), block)
     assert same_numbers(left, values - decoded)
     assert_decoded(partial(kernels.unpack_signs, message, block=block), decoded)
 
 
 @pytest.mark.parametrize("block", [8, 16, 24, 64, 512, 4096])
-def test_scales_that_hang_on_the_order_of_additions_are_those_of_the_twin(block: int) -> None:
+def test_scales_that_hang_on_the_order_of_additions_are_those_of_the_reference(block: int) -> None:
     """Means of blocks lie between two 16-bit floats, as exactly as can be, so that the last bit of a sum decides."""
     assert kernels.native is not None
     rows = 0.5 + torch.rand(1000, block, generator=torch.Generator().manual_seed(block), dtype=torch.float32)
@@ -76,23 +77,23 @@ def test_scales_that_hang_on_the_order_of_additions_are_those_of_the_twin(block:
     between = ((others / block + 0.1) * 128).floor() / 128 + 1 / 256
     rows[:, -1] = between * block - others
     values = (rows * torch.where(torch.arange(block) % 3 == 0, -1.0, 1.0)).view(-1)
-    assert torch.equal(kernels.take_signs(values.clone(), block), twins.pack_signs(values, block))
+    assert torch.equal(kernels.take_signs(values.clone(), block), reference.pack_signs(values, block))
 
 
 @given(extremes, st.integers(1, 5), st.floats(0, 1))
-def test_native_selections_equal_their_twins_also_among_equals(values: Tensor, rows: int, density: float) -> None:
+def test_native_selections_equal_the_reference_also_among_equals(values: Tensor, rows: int, density: float) -> None:
     assert kernels.native is not None
     columns = len(values) // rows
     matrix = values[: rows * columns].view(rows, columns)
     for count in {min(columns, 1), round(density**3 * columns), columns}:
         chosen = kernels.select_largest(matrix, count)
-        assert torch.equal(chosen, twins.select_largest(matrix, count))
+        assert torch.equal(chosen, reference.select_largest(matrix, count))
         assert len(chosen) == rows * count
 
 
 def test_of_equal_magnitudes_the_first_are_selected() -> None:
     values = torch.tensor([1.0, -2.0, 2.0, 0.5, -2.0, 2.0, 3.0])
-    for select in (kernels.select_largest, twins.select_largest):
+    for select in (kernels.select_largest, reference.select_largest):
         assert select(values, 3).tolist() == [1, 2, 6]
 
 
@@ -104,7 +105,7 @@ def test_of_equal_magnitudes_the_first_are_selected() -> None:
     st.floats(0, 1),
     st.integers(1, 5),
 )
-def test_native_messages_and_means_equal_their_twins(
+def test_native_messages_and_means_equal_the_reference(
     form: str, kind: str, seed: int, numel: int, density: float, world: int
 ) -> None:
     assert kernels.native is not None
@@ -137,7 +138,7 @@ def some_matrices(factors: int) -> tuple[list[Matrix], int]:
 
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 1e15])
 @pytest.mark.parametrize("factors", [1, 2, 3, 8, 9])
-def test_native_products_are_those_of_the_twins_within_what_rounding_does(
+def test_native_products_are_those_of_the_reference_within_what_rounding_does(
     factors: int, scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not bit for bit, because torch does not say in which order it adds; but no further than `low_rank.py` says."""
@@ -189,7 +190,7 @@ def test_what_factors_say_is_in_their_matrices_and_nowhere_else() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5, 64, 2501])
-def test_native_orthonormal_rows_are_those_of_the_twin_to_the_last_bit_but_one(length: int) -> None:
+def test_native_orthonormal_rows_are_those_of_the_reference_to_the_last_bit_but_one(length: int) -> None:
     """Sums in double precision differ in order, which may turn the last rounding to float32."""
     assert kernels.native is not None
     generator = torch.Generator().manual_seed(length)
@@ -210,14 +211,14 @@ def test_native_orthonormal_rows_are_those_of_the_twin_to_the_last_bit_but_one(l
 
 
 @given(extremes, st.sampled_from([torch.float16, torch.bfloat16]))
-def test_native_halves_are_those_of_the_twin(values: Tensor, dtype: torch.dtype) -> None:
+def test_native_halves_are_those_of_the_reference(values: Tensor, dtype: torch.dtype) -> None:
     assert kernels.native is not None
     halves = kernels.narrow(values, dtype)
-    assert same_bits(halves, twins.narrow(values, dtype))
+    assert same_bits(halves, reference.narrow(values, dtype))
     saturated = kernels.narrow(values, dtype, saturates=True)
-    assert same_bits(saturated, twins.narrow(values, dtype, saturates=True))
+    assert same_bits(saturated, reference.narrow(values, dtype, saturates=True))
     assert same_bits(saturated, halves.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max))
     ours, theirs = torch.empty_like(values), torch.empty_like(values)
     kernels.widen(ours, halves)
-    twins.widen(theirs, halves)
+    reference.widen(theirs, halves)
     assert same_bits(ours, theirs)

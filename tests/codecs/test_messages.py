@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from syncline.codecs import entries, kernels, twins
+from syncline.codecs import entries, kernels
 from syncline.codecs.entries import FORMS, read_message, write_message
 from syncline.codecs.indices import decode_indices, encode_indices, way_of
+from syncline.codecs.kernels import reference
 from syncline.codecs.registry import codec_of
 from syncline.errors import CorruptMessage
 
@@ -94,7 +95,7 @@ def mean_or_refusal(module: ModuleType, messages: list[Tensor], numel: int, form
 
 
 @given(st.sampled_from(FORMS), st.sampled_from([1, 3, 40, 900]), st.integers(0, 2**32), st.integers(1, 40_000))
-def test_native_decoders_refuse_what_their_twins_refuse(form: str, spacing: int, seed: int, numel: int) -> None:
+def test_native_decoders_refuse_what_the_reference_refuse(form: str, spacing: int, seed: int, numel: int) -> None:
     assert kernels.native is not None
     values = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     good = entries.take_entries(values, torch.arange(numel)[seed % spacing :: spacing], form)
@@ -107,12 +108,12 @@ def test_native_decoders_refuse_what_their_twins_refuse(form: str, spacing: int,
 
 
 @given(st.sampled_from(FORMS), st.binary(max_size=80), st.integers(0, 40), st.integers(0, 2), st.integers(0, 45))
-def test_native_decoders_refuse_any_bytes_that_their_twins_refuse(
+def test_native_decoders_refuse_any_bytes_that_the_reference_refuse(
     form: str, body: bytes, count: int, way: int, parameter: int
 ) -> None:
     values = torch.ones(count)
     tail = {"fp32": values.view(torch.uint8), "fp16": values.half().view(torch.uint8)}
-    value_bytes = tail[form] if form in tail else twins.quantize(values, entries.BLOCK, 8, None)
+    value_bytes = tail[form] if form in tail else reference.quantize(values, entries.BLOCK, 8, None)
     positions = torch.tensor([way, parameter, 0, 0, 0, 0, 0, 0, *body], dtype=torch.uint8)
     message = torch.cat([torch.tensor([count, len(positions)]).view(torch.uint8), positions, value_bytes])
     for numel in (40, 8 * len(body), 100_000):

@@ -122,7 +122,7 @@ def take(fabric: syncline.Fabric, codec: str, states: list[dict]) -> dict[str, A
     sync.load_state_dict(states)
     path = sync.reducer.path
     for bucket in sync.reducer.layout.buckets:
-        path.state_of(bucket)
+        path.stages.state_of(bucket)
     return path.state_dict()
 
 

@@ -53,6 +53,9 @@ class Metered(Codec):
         """That of the one inside."""
         return self.inner.correction
 
+    def phase(self, step: int) -> int:
+        return self.inner.phase(step)
+
     @property
     def most_questions(self) -> int:
         return self.inner.most_questions

@@ -91,6 +91,10 @@ class Codec(ABC):
     def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
         """The questions of a conversation about these parameters, whose values are float32, in their order."""
 
+    def phase(self, step: int) -> int:
+        """A number that differs between steps in which questions may differ."""
+        return 0
+
     @property
     def most_questions(self) -> int:
         """How many questions a conversation asks at most, in any step."""

@@ -59,6 +59,9 @@ class Composed(Codec):
     def cut(self) -> Cut:
         return self.inner().cut
 
+    def phase(self, step: int) -> int:
+        return self.inner().phase(step)
+
     @property
     def most_questions(self) -> int:
         return self.inner().most_questions
@@ -87,6 +90,9 @@ class Warmup(Composed):
 
     def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
         return self.at(step).questions(parts, world, step)
+
+    def phase(self, step: int) -> int:
+        return step if step < 2 * self.steps else self.inner().phase(step)
 
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """What the step asks for."""

@@ -65,6 +65,9 @@ class DGC(Codec):
     def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
         return TopK(self.fraction(step), values=self.values).questions(parts, world, step)
 
+    def phase(self, step: int) -> int:
+        return min(step, self.warmup)
+
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One gather."""
         chosen = TopK(self.fraction(context.step)).choose(values, context)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from syncline.codecs import twins
 from syncline.codecs.conversation import Declaration
 from syncline.codecs.indices import decode_indices, encode_indices, indices_room, way_of
+from syncline.codecs.kernels import reference
 from syncline.errors import CorruptMessage
 
 FORMS = ("fp32", "fp16", "int8")  # of values; the native ones are numbered so
@@ -57,7 +57,7 @@ def declare_entries(count: int, numel: int, form: str, world: int) -> Declaratio
 
 def value_bytes(count: int, form: str) -> int:
     """Bytes of so many values."""
-    return twins.scaled_bytes(count, BLOCK, 8) if form == "int8" else count * (2 if form == "fp16" else 4)
+    return reference.scaled_bytes(count, BLOCK, 8) if form == "int8" else count * (2 if form == "fp16" else 4)
 
 
 def length_of(message: Tensor, form: str) -> int:
@@ -79,8 +79,8 @@ def positions_of(message: Tensor) -> str:
 def write_values(values: Tensor, form: str) -> Tensor:
     """As bytes."""
     if form == "int8":
-        return twins.quantize(values, BLOCK, 8, None)
-    return (twins.narrow(values, torch.float16, saturates=True) if form == "fp16" else values).view(torch.uint8)
+        return reference.quantize(values, BLOCK, 8, None)
+    return (reference.narrow(values, torch.float16, saturates=True) if form == "fp16" else values).view(torch.uint8)
 
 
 def read_message(message: Tensor, numel: int, form: str) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def read_message(message: Tensor, numel: int, form: str) -> tuple[Tensor, Tensor
     positions = decode_indices(message[HEADER_BYTES : HEADER_BYTES + length], count, numel)
     body = message[HEADER_BYTES + length : length_of(message, form)]
     if form == "int8":
-        return positions, twins.dequantize(body, count, BLOCK, 8)
+        return positions, reference.dequantize(body, count, BLOCK, 8)
     dtype = torch.float16 if form == "fp16" else torch.float32
-    twins.expect_length(body, count * dtype.itemsize, "values")
+    reference.expect_length(body, count * dtype.itemsize, "values")
     return positions, body.clone().view(dtype).to(torch.float32)

@@ -19,8 +19,8 @@ from torch import Tensor
 from syncline.codecs import kernels
 from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
 from syncline.codecs.conversation import Conversation, Declaration
+from syncline.codecs.kernels.reference import scaled_bytes
 from syncline.codecs.slices import declare_slices, exchange_slices
-from syncline.codecs.twins import scaled_bytes
 from syncline.errors import ConfigError, UnknownName
 
 ROUNDINGS = ("nearest", "stochastic")

@@ -18,19 +18,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
 from operator import attrgetter
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from syncline.core.native import native
 from syncline.errors import ConfigError
-
-try:
-    from syncline import _native as found
-except ImportError:
-    native: ModuleType | None = None
-else:
-    native = found
 
 SMALLEST_WINDOW_BYTES = 16 * 1024
 WORD = 8

@@ -59,9 +59,15 @@ class CodecStages:
 
     def begin(self, work: CodedWork, step: int) -> None:
         """Find out which stages a bucket goes through in a step."""
-        parts, scale, fabric = self.state_of(work.bucket).parts, work.scale, self.fabric
-        work.context = ReduceContext(fabric.rank, fabric.world, step, self.seed, parts, scale.loss_scale, scale.share)
-        work.stages = stages_of(self.codec, parts, work.buffer.values.dtype, step, self.answerer.route, self.lean)
+        coded, scale, fabric = self.state_of(work.bucket), work.scale, self.fabric
+        work.context = ReduceContext(
+            fabric.rank, fabric.world, step, self.seed, coded.parts, scale.loss_scale, scale.share
+        )
+        dtype, phase = work.buffer.values.dtype, self.codec.phase(step)
+        if coded.stages is None or coded.phase != phase:
+            coded.stages = stages_of(self.codec, coded.parts, dtype, step, self.answerer.route, self.lean)
+            coded.phase = phase
+        work.stages = coded.stages
 
     def carry_out(self, work: CodedWork, stage: Stage) -> None:
         """Carry out the stage that comes next, and leave its stamp."""

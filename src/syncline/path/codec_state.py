@@ -18,6 +18,7 @@ from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.correction import Correction
 from syncline.guards.finite import SPARE, magnitude_fits, sum_fits
 from syncline.path.residuals import GradientScale, Residual
+from syncline.path.stages import Stage
 
 Saved = dict[str, dict[str, Any]]
 
@@ -51,6 +52,8 @@ class BucketCodecState:
     state: State
     residual: Residual | None = None
     correction: Correction | None = None
+    stages: tuple[Stage, ...] | None = None  # of the bucket, in one phase of its codec
+    phase: int = 0
 
     @classmethod
     def begin(cls, codec: Codec, parts: tuple[Part, ...], device: torch.device, feedback: bool) -> BucketCodecState:

@@ -7,19 +7,12 @@ divided, one pass copies, divides and sees whether all is finite, so that nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from syncline.core.native import native
 from syncline.fabric.base import DTYPES
-
-try:
-    from syncline import _native as found
-except ImportError:
-    native: ModuleType | None = None
-else:
-    native = found
 
 SMALL_BYTES = 64 << 10  # a gradient up to this size is placed together with others
 
@@ -41,7 +34,7 @@ def put(gradients: Sequence[Tensor], views: Sequence[Tensor], divisor: int) -> b
 
 
 def put_plainly(gradients: Sequence[Tensor], views: Sequence[Tensor], divisor: int) -> None:
-    """The twin of the native way, for any device and layout."""
+    """The reference kernel, for any device and layout."""
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
     torch._foreach_copy_(list(views), dense)
     if divisor != 1:

@@ -1,24 +1,20 @@
-"""The kernels of codecs: native ones for float32 in the memory of this machine, their twins elsewhere."""
+"""The kernels of codecs: native ones for float32 in the memory of this machine, reference kernels elsewhere.
+
+Which one runs is decided here, by the device and by what is installed, and nowhere else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from syncline.codecs import entries, twins
-from syncline.codecs.entries import FORMS
-from syncline.codecs.twins import expect_length, scaled_bytes, scales_bytes
-
-try:
-    from syncline import _native as found
-except ImportError:
-    native: ModuleType | None = None
-else:
-    native = found
+from syncline.codecs import entries
+from syncline.codecs.kernels import reference
+from syncline.codecs.kernels.reference import expect_length, scaled_bytes, scales_bytes
+from syncline.core.native import native as native
 
 How = Literal["write", "add", "subtract"]  # what is done with values that are decoded
 HOWS: dict[How, Callable[[Tensor, Tensor], Tensor]] = {
@@ -28,7 +24,7 @@ HOWS: dict[How, Callable[[Tensor, Tensor], Tensor]] = {
 }
 CODES: dict[How, int] = {"write": 0, "add": 1, "subtract": 2}
 NATIVE_DTYPES = {torch.float16: 2, torch.bfloat16: 3}
-NATIVE_NUMEL = 2**32  # from here on positions are left to the twins
+NATIVE_NUMEL = 2**32  # from here on positions are left to the reference kernels
 
 
 def runs_natively(*tensors: Tensor | None) -> bool:
@@ -41,8 +37,8 @@ def runs_natively(*tensors: Tensor | None) -> bool:
 def take_quantized(values: Tensor, block: int, bits: int, noise: Tensor | None) -> Tensor:
     """Block scales, then integers of 8 or 4 bits; what they say is taken away from the values."""
     if not runs_natively(values, noise) or values.dtype != torch.float32:
-        message = twins.quantize(values, block, bits, noise)
-        values.sub_(twins.dequantize(message, values.numel(), block, bits))
+        message = reference.quantize(values, block, bits, noise)
+        values.sub_(reference.dequantize(message, values.numel(), block, bits))
         return message
     count = values.numel()
     head = scales_bytes(count, block, bits)
@@ -57,7 +53,7 @@ def dequantize(message: Tensor, out: Tensor, block: int, bits: int, how: How = "
     """Write the values of a message to `out`, or add or subtract them there."""
     numel = out.numel()
     if not runs_natively(message, out) or out.dtype != torch.float32:
-        HOWS[how](out, twins.dequantize(message, numel, block, bits))
+        HOWS[how](out, reference.dequantize(message, numel, block, bits))
         return
     head = scales_bytes(numel, block, bits)
     expect_length(message, scaled_bytes(numel, block, bits), "quantized values")
@@ -71,7 +67,7 @@ def add_residual(out: Tensor, gradient: Tensor, residual: Tensor | None) -> floa
     That is infinite or NaN if any value is.
     """
     if not runs_natively(out, gradient, residual) or gradient.dtype != torch.float32:
-        return twins.add_residual(out, gradient, residual)
+        return reference.add_residual(out, gradient, residual)
     of_residual = 0 if residual is None else residual.data_ptr()
     return float(
         native.add_residual(out.data_ptr(), gradient.data_ptr(), of_residual, out.numel())  # type: ignore[union-attr]
@@ -81,8 +77,8 @@ def add_residual(out: Tensor, gradient: Tensor, residual: Tensor | None) -> floa
 def take_signs(values: Tensor, block: int) -> Tensor:
     """Mean magnitudes of blocks, then signs; what they say is taken away from the values."""
     if not runs_natively(values) or values.dtype != torch.float32:
-        message = twins.pack_signs(values, block)
-        values.sub_(twins.unpack_signs(message, values.numel(), block))
+        message = reference.pack_signs(values, block)
+        values.sub_(reference.unpack_signs(message, values.numel(), block))
         return message
     count = values.numel()
     head = scales_bytes(count, block, bits=1)
@@ -96,7 +92,7 @@ def unpack_signs(message: Tensor, out: Tensor, block: int, how: How = "write") -
     """Write plus or minus the magnitude of the block to `out`, or add or subtract it there."""
     numel = out.numel()
     if not runs_natively(message, out) or out.dtype != torch.float32:
-        HOWS[how](out, twins.unpack_signs(message, numel, block))
+        HOWS[how](out, reference.unpack_signs(message, numel, block))
         return
     head = scales_bytes(numel, block, bits=1)
     expect_length(message, scaled_bytes(numel, block, 1), "signs")
@@ -107,7 +103,7 @@ def unpack_signs(message: Tensor, out: Tensor, block: int, how: How = "write") -
 def select_largest(values: Tensor, count: int) -> Tensor:
     """The positions of so many entries of every row that are largest by magnitude, ascending."""
     if not runs_natively(values) or values.dtype != torch.float32 or values.shape[-1] >= NATIVE_NUMEL:
-        return twins.select_largest(values, count)
+        return reference.select_largest(values, count)
     rows, columns = values.shape if values.dim() == 2 else (1, len(values))
     positions = torch.empty(rows * count, dtype=torch.int64)
     native.select_largest(positions.data_ptr(), values.data_ptr(), rows, columns, count)  # type: ignore[union-attr]
@@ -118,7 +114,7 @@ def take_entries(values: Tensor, positions: Tensor, form: str) -> Tensor:
     """A message of the entries at these positions, ascending; what it says is taken away from them."""
     if not runs_natively(values, positions) or values.dtype != torch.float32 or values.numel() >= NATIVE_NUMEL:
         return entries.take_entries(values, positions, form)
-    numel, count, number = values.numel(), len(positions), FORMS.index(form)
+    numel, count, number = values.numel(), len(positions), entries.FORMS.index(form)
     message = torch.empty(native.entries_room(count, numel, number), dtype=torch.uint8)  # type: ignore[union-attr]
     nbytes = native.take_entries(  # type: ignore[union-attr]
         message.data_ptr(), values.data_ptr(), numel, positions.data_ptr(), count, number
@@ -133,13 +129,13 @@ def mean_of_entries(out: Tensor, messages: list[Tensor], form: str) -> None:
         return
     messages = [message[: entries.length_of(message, form)] for message in messages]
     starts, lengths = [message.data_ptr() for message in messages], [len(message) for message in messages]
-    native.mean_of_entries(out.data_ptr(), out.numel(), starts, lengths, FORMS.index(form))  # type: ignore[union-attr]
+    native.mean_of_entries(out.data_ptr(), out.numel(), starts, lengths, entries.FORMS.index(form))  # type: ignore[union-attr]
 
 
 def narrow(values: Tensor, dtype: torch.dtype, saturates: bool = False) -> Tensor:
     """To 16-bit floats; what is too large becomes infinite, or the largest one."""
     if native is None or not runs_natively(values) or values.dtype != torch.float32:
-        return twins.narrow(values, dtype, saturates)
+        return reference.narrow(values, dtype, saturates)
     halves = torch.empty_like(values, dtype=dtype)
     kernel = native.narrow_saturated if saturates else native.narrow
     kernel(halves.data_ptr(), values.data_ptr(), values.numel(), NATIVE_DTYPES[dtype])
@@ -150,6 +146,6 @@ def widen(out: Tensor, halves: Tensor) -> None:
     """From 16-bit floats."""
     expect_length(halves.view(torch.uint8), 2 * out.numel(), "16-bit values")
     if not runs_natively(out, halves) or out.dtype != torch.float32:
-        twins.widen(out, halves)
+        reference.widen(out, halves)
         return
     native.widen(out.data_ptr(), halves.data_ptr(), out.numel(), NATIVE_DTYPES[halves.dtype])  # type: ignore[union-attr]
