@@ -6,7 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from syncline.fabric.base import DTYPES
+from syncline.fabric.calls import DTYPES
 
 try:
     from syncline import _native as found

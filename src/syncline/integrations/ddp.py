@@ -32,10 +32,9 @@ from torch.utils.hooks import RemovableHandle
 from syncline.codecs.codec import Codec, Part, ReduceContext, State
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.errors import ConfigError
-from syncline.fabric.base import Fabric, Times
-from syncline.fabric.deadlines import Deadlines
-from syncline.fabric.torch import TorchFabric
-from syncline.fabric.worker import Worker
+from syncline.fabric.call_thread import CallThread
+from syncline.fabric.handle import Times
+from syncline.fabric.torch import torch_fabric
 from syncline.guards.claims import refuse_claimed
 from syncline.guards.finite import is_finite
 from syncline.guards.trainable import has_sparse_gradient
@@ -126,10 +125,10 @@ class CodecHook:
         self.leaves_unused = model.find_unused_parameters or model.static_graph  # where no rank has a gradient
         self.used = self.used_at_first()  # since the last pass that was averaged
         self.watches = self.watch(model) if self.leaves_unused else []
-        self.fabric: Fabric = TorchFabric(model.process_group, Deadlines()).sibling()
+        self.fabric = torch_fabric(model.process_group).subgroup()
         self.answerer = FlatAnswerer([self.fabric.channel()], "auto")
-        self.worker = Worker(f"rank {self.fabric.rank} encodes for DDP")
-        self.fabric.at_close.append(lambda: self.worker.close(drain=False))
+        self.thread = CallThread(f"rank {self.fabric.rank} encodes for DDP")
+        self.fabric.at_close.append(lambda: self.thread.close(drain=False))
         self.residuals: dict[str, Tensor] = {}
         self.step_scales: dict[str, float] = {}
         self.state: State = {}
@@ -183,7 +182,7 @@ class CodecHook:
                     arrived.future.set_exception(error)  # type: ignore[arg-type]
             return Times(0, 0, 0)
 
-        self.worker.submit(answer, "a bucket of DDP", self.fabric.deadlines.operation)
+        self.thread.submit(answer, "a bucket of DDP", self.fabric.deadlines.operation)
 
     def average_as_saved(self, buckets: list[list[str]], now: Pass) -> None:
         """The gradients of a whole pass, taken together as in another run; what that did not have, as it came."""

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.conversation import Conversation, Decoder, Exchange, Gather, Mean, Question
-from syncline.fabric.base import Fabric, Handle
+from syncline.fabric.base import Fabric
 from syncline.fabric.channel import Channel
+from syncline.fabric.handle import Handle
 
 WORD_BYTES = 8
 
@@ -52,14 +53,14 @@ def ask_mean(question: Mean, channel: Channel, collective: str) -> Asked:
     """
     tensor = question.tensor.contiguous()
     if tensor.element_size() == 2:
-        collective = "auto" if channel.fabric.name == "shm" else "direct"
+        collective = "auto" if channel.transport.name == "shm" else "direct"
     return Asked(channel.all_reduce(tensor, "mean", collective), lambda: tensor)
 
 
 def ask_gather(question: Gather, channel: Channel) -> Asked:
     """Everyone's message, as long as the longest."""
-    own = filled_words([question.message], max(question.lengths), channel.fabric.device)
-    gathered = own.new_empty(channel.fabric.world, own.numel())
+    own = filled_words([question.message], max(question.lengths), channel.device)
+    gathered = own.new_empty(channel.world, own.numel())
 
     def read() -> list[Tensor]:
         rows = gathered.view(torch.uint8)
@@ -70,13 +71,13 @@ def ask_gather(question: Gather, channel: Channel) -> Asked:
 
 def ask_exchange(question: Exchange, channel: Channel) -> Asked:
     """Everyone's part for this rank, which is as long as its own part for itself."""
-    own_bytes = len(question.parts[channel.fabric.rank])
-    parts = filled_words(question.parts, max(map(len, question.parts)), channel.fabric.device)
+    own_bytes = len(question.parts[channel.rank])
+    parts = filled_words(question.parts, max(map(len, question.parts)), channel.device)
     taken = torch.empty_like(parts)
 
     def read() -> list[Tensor]:
         rows = [row[:own_bytes] for row in taken.view(torch.uint8)]
-        rows[channel.fabric.rank] = question.parts[channel.fabric.rank]
+        rows[channel.rank] = question.parts[channel.rank]
         return rows
 
     return Asked(channel.exchange(taken, parts), read)
@@ -109,5 +110,5 @@ def converse(conversation: Conversation, answerer: FlatAnswerer, rank: int) -> t
 
 def flat_answerer(fabric: Fabric, collective: str, rounds: int) -> FlatAnswerer:
     """Channels for as many questions as a conversation may ask; all ranks make them together."""
-    others = [fabric.sibling().channel() for _ in range(rounds - 1)] if fabric.world > 1 else []
+    others = [fabric.channel(f"question {number}") for number in range(1, rounds)] if fabric.world > 1 else []
     return FlatAnswerer([fabric.channel(), *others], collective)

@@ -29,7 +29,8 @@ from syncline.codecs.entries import positions_of
 from syncline.codecs.none import void
 from syncline.core.status import OwnStatus, PassStatus
 from syncline.errors import FabricError
-from syncline.fabric.base import Fabric, Times
+from syncline.fabric.base import Fabric
+from syncline.fabric.handle import Times
 from syncline.guards.finite import is_finite, largest_of, magnitude_fits, sum_fits
 from syncline.path.answerer import Asked, FlatAnswerer
 from syncline.path.bucket import Bucket, parts_of
@@ -212,7 +213,7 @@ class CodedPath(Path):
             self._fail(current, error)
         except BaseException as error:
             self._fail(current, error)
-            self.channel.abort(f"gave up a bucket of pass {current.number}: {error!r}")
+            self.fabric.abort(f"gave up a bucket of pass {current.number}: {error!r}")
 
     def _fail(self, current: CodedPass, error: BaseException) -> None:
         """Tell whoever waits for the pass; those that come later are told when they come."""
