@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import syncline
-from support.catalogue import FABRICS, PROCESS_FABRICS
+from support.catalogue import FABRICS, PROCESS_FABRICS, one_now_others_slow
 from support.faulty import remove
 from support.striking import be_killed, be_stopped
 from support.telling import tell, wait_for
@@ -27,6 +27,9 @@ LATE = 1  # the rank that others wait for
 PATIENCE_S = 5.0  # far less than the deadline; naming the culprit takes up to two seconds over Gloo
 DEADLINE_S = 2.0  # where nobody but the deadline says that a rank is stopped
 CODECS = ["none", "fp16", "topk:0.1", "int8"]
+one_codec = pytest.mark.parametrize(
+    "codec", one_now_others_slow(["int8", "topk:0.1", "fp16", "none"])
+)  # int8 asks twice
 
 
 def train(fabric: syncline.Fabric, codec: str, folder: str, before: Callable[[syncline.Sync], None]) -> str:
@@ -100,14 +103,14 @@ def interrupted(fabric: syncline.Fabric, codec: str, how: str, late: str, folder
     return ended, seconds
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", "abort"])
+GIVES_UP = [*((fabric, how) for fabric in PROCESS_FABRICS for how in ("Ctrl-C", "abort")), ("threads", "abort")]
+
+
+@pytest.mark.parametrize(("fabric", "how"), GIVES_UP)
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("fabric", FABRICS)
 def test_what_waits_ends_at_once_on_all_ranks_when_one_gives_up(
     fabric: str, codec: str, how: str, tmp_path: Path
 ) -> None:
-    if fabric == "threads" and how == "Ctrl-C":
-        pytest.skip("a signal is for the main thread, which is no rank")
     work = partial(interrupted, codec=codec, how=how, late="slow", folder=str(tmp_path))
     first, *others = syncline.run(work, WORLD, fabric, syncline.Deadlines(60.0))
     assert first[0] == ("KeyboardInterrupt" if how == "Ctrl-C" else "PeerAborted 0")
@@ -116,7 +119,7 @@ def test_what_waits_ends_at_once_on_all_ranks_when_one_gives_up(
         assert seconds < PATIENCE_S
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@one_codec
 @pytest.mark.parametrize("fabric", PROCESS_FABRICS)
 def test_an_abort_reaches_all_though_a_peer_is_stopped(fabric: str, codec: str, tmp_path: Path) -> None:
     work = partial(interrupted, codec=codec, how="abort", late="stopped", folder=str(tmp_path))
@@ -169,7 +172,7 @@ def test_a_peer_that_dies_ends_the_wait_of_all(fabric: str, codec: str, tmp_path
         assert seconds < PATIENCE_S
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@one_codec
 @pytest.mark.parametrize("fabric", FABRICS)
 def test_a_peer_that_is_stopped_ends_the_wait_of_all_at_the_deadline(fabric: str, codec: str, tmp_path: Path) -> None:
     work = partial(struck, codec=codec, how="stopped", folder=str(tmp_path))

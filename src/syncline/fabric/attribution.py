@@ -57,9 +57,15 @@ class FailureAttribution:
         guilty, how = self.verdict(peer, kind)
         return peer_error(how, guilty, self.rank, during, waited_s)
 
-    def abort(self) -> None:
-        """Report that this rank gives up for a reason of its own, and wake the others at once."""
-        self._report(self.rank, "aborted", TELLING_S, self._write_report)
+    def abort(self, announce: Callable[[], None]) -> None:
+        """Report that this rank gives up for a reason of its own, announce it, and wake those who wait for it."""
+
+        def tell() -> None:
+            with suppress(RuntimeError, FabricClosed):
+                self._store().set(str(self.rank), json.dumps([self.rank, "aborted"]))
+                announce()
+
+        self._report(self.rank, "aborted", TELLING_S, tell)
         self.give_up_connections()
 
     def verdict(self, peer: int | None, kind: Kind) -> tuple[int, Kind]:
@@ -95,10 +101,6 @@ class FailureAttribution:
         with suppress(RuntimeError):  # there are no new threads when the interpreter is about to end
             telling.start()
             telling.join(patience_s)
-
-    def _write_report(self) -> None:
-        with suppress(RuntimeError, FabricClosed):
-            self._store().set(str(self.rank), json.dumps(self.reports[self.rank]))
 
     def _hear(self, peer: int | None, kind: Kind) -> None:
         """Report and collect reports until all but one rank have spoken or patience ends."""

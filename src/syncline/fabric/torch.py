@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from syncline.collectives.execute import HALVES, Op
 from syncline.core.group import Group
 from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed, PeerAborted
+from syncline.fabric.abort_watch import AbortWatch
 from syncline.fabric.attribution import FailureAttribution
 from syncline.fabric.base import Fabric
 from syncline.fabric.calls import MessageCalls, check_rank, describe
@@ -49,7 +50,12 @@ class TorchTransport(MessageTransport):
     has_engine = True
 
     def __init__(
-        self, process_group: dist.ProcessGroup, group: Group, deadlines: Deadlines, owns_group: bool = False
+        self,
+        process_group: dist.ProcessGroup,
+        group: Group,
+        deadlines: Deadlines,
+        owns_group: bool = False,
+        parent: TorchTransport | None = None,
     ) -> None:
         """`owns_group`: closing the transport destroys the process group."""
         super().__init__(process_group.rank(), group, deadlines)
@@ -60,13 +66,14 @@ class TorchTransport(MessageTransport):
         self.backend = dist.get_backend(process_group)
         self.owns_group = owns_group
         self.is_closed = False
+        self.group_name = process_group.group_name
         self.nonce = 0  # no other transport over this process group has it
         if self.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
             self.receives_ahead = False
         if len(group.hosts) > 1:
             self.segment_bytes = BETWEEN_HOSTS_BYTES
-        self.health: TorchHealth = TorchHealth(self)
+        self.health: TorchHealth = TorchHealth(self, parent.health.watch if parent is not None else None)
 
     @classmethod
     def over(cls, process_group: dist.ProcessGroup, deadlines: Deadlines, owns_group: bool = False) -> TorchTransport:
@@ -97,6 +104,7 @@ class TorchTransport(MessageTransport):
         return not self.is_closed and not exists(self.find_group())
 
     def channel(self, open_channel: Callable[[str], Channel]) -> TorchChannel:
+        self.health.listen()
         return TorchChannel(self, open_channel)
 
     def post(self, sends: Messages, receives: Messages) -> TorchPending:
@@ -126,7 +134,7 @@ class TorchTransport(MessageTransport):
             raise ConfigError("all ranks of MPI make a group together, so some alone make none; use Gloo or NCCL")
         parent, rank = self.process_group, ranks.index(self.rank)
         in_world = dist.get_process_group_ranks(parent)
-        full_name = f"{parent.group_name}/{self.nonce:x}/{name} of {ranks}"
+        full_name = f"{self.group_name}/{self.nonce:x}/{name} of {ranks}"
         patience, started = timedelta(seconds=self.deadlines.join), time.monotonic()
         store = parent.get_group_store()
         try:
@@ -139,7 +147,7 @@ class TorchTransport(MessageTransport):
             its_store = PrefixStore(f"{full_name}/", store)
             attribution = FailureAttribution(lambda: its_store, lambda: None, rank, len(ranks), keeper)
             raise attribution.blame(None, "lost", f"the making of {name}", time.monotonic() - started) from error
-        return TorchTransport(made, self.group.among(ranks), self.deadlines, owns_group=True)
+        return TorchTransport(made, self.group.among(ranks), self.deadlines, owns_group=True, parent=self)
 
     def close(self, drain: bool) -> None:
         self.is_closed = True
@@ -167,8 +175,11 @@ def torch_fabric(
 class TorchHealth(Health):
     """Progress and failures are written to the store of the process group."""
 
-    def __init__(self, transport: TorchTransport) -> None:
+    def __init__(self, transport: TorchTransport, watch: AbortWatch | None) -> None:
+        """`watch`: that of the transport which this one was made from."""
         self.transport = transport
+        self.owns_watch = watch is None
+        self.watch = watch or AbortWatch(self._find_store, transport.rank)
         keeper = keeper_of_store(transport.process_group)
         self.attribution = FailureAttribution(
             self._find_store, self._close_connections, transport.rank, transport.world, keeper
@@ -184,10 +195,19 @@ class TorchHealth(Health):
     def progress_of(self, rank: int) -> RankProgress:
         return self.progress.read(check_rank(rank, self.transport.world))
 
+    def listen(self) -> None:
+        """Hear of an abort by another rank also while this one waits for a third."""
+        if self.transport.world > 1:
+            self.watch.add(self._name, self._aborted)
+
     def abort(self, why: str) -> None:
         with self.starting:
             self.failure = self.failure or PeerAborted(self.transport.rank, why)
-        self.attribution.abort()
+        self.attribution.abort(lambda: self.watch.tell(self._name))
+
+    def _aborted(self) -> None:
+        """Another rank has aborted: end what is under way here."""
+        self.failed(None, RuntimeError("aborted"), time.monotonic(), self.transport.during)
 
     def failed(self, peer: int | None, error: RuntimeError, started: float, during: str) -> FabricError:
         """Find out who is to blame, wake the others, and remember it: once, whichever thread notices first."""
@@ -199,6 +219,9 @@ class TorchHealth(Health):
 
     def close(self, drain: bool) -> None:
         """Stop publishing; without `drain` calls that are under way fail, here and on the other ranks."""
+        self.watch.remove(self._name)
+        if self.owns_watch:
+            self.watch.close()
         self.attribution.linger()
         self.progress.close()  # before others notice, who will want to know how far this rank came
         if not drain and self.transport.thread.busy():
@@ -215,6 +238,11 @@ class TorchHealth(Health):
         until = time.monotonic() + DRAIN_S
         while self.in_flight and time.monotonic() < until:
             time.sleep(0.005)
+
+    @property
+    def _name(self) -> str:
+        """The same on all ranks of this transport, and on no other."""
+        return f"{self.transport.group_name}/{self.transport.nonce:x}"
 
     def _find_store(self) -> Store:
         return self.transport.process_group.get_group_store()
