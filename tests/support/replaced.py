@@ -215,8 +215,8 @@ def refused_calls(fabric: syncline.Fabric, folder: str) -> dict[str, Outcome]:
         "all_to_all": lambda: fabric.all_to_all(torch.ones(2 * fabric.world)),
         "barrier": fabric.barrier,
         "send": lambda: fabric.send(one, 0),
-        "subgroup": lambda: fabric.subgroup([0, 1]),
-        "all_reduce of a sibling": lambda: fabric.subgroup().all_reduce(one),
+        "subgroup": lambda: fabric.subgroup([1]),
+        "all_reduce of a subgroup of all": lambda: fabric.subgroup().all_reduce(one),
     }
     found = {name: outcome_of(call) for name, call in calls.items()}
     tell(folder, "done")

@@ -82,10 +82,13 @@ class TorchTransport(MessageTransport):
         These are the first messages of the process group, so they have the deadline for joining.
         """
         patient = Deadlines(deadlines.join, deadlines.join)
-        first = cls(process_group, Group.on_hosts([0] * process_group.size()), patient)
-        told = first.calls().all_gather(torch.tensor([host_key(), secrets.randbits(62)], device=first.device)).tolist()
-        transport = cls(process_group, Group.on_hosts([key for key, _ in told]), deadlines, owns_group)
+        transport = cls(process_group, Group.on_hosts([0] * process_group.size()), patient, owns_group)
+        own = torch.tensor([host_key(), secrets.randbits(62)], device=transport.device)
+        told = transport.calls().all_gather(own).tolist()
+        transport.group, transport.deadlines = Group.on_hosts([key for key, _ in told]), deadlines
         transport.nonce = told[0][1]
+        if len(transport.group.hosts) > 1:
+            transport.segment_bytes = BETWEEN_HOSTS_BYTES
         return transport
 
     @property
