@@ -19,7 +19,7 @@ from syncline.errors import (
     SynclineError,
     UnknownName,
 )
-from syncline.fabric.blame import peer_error
+from syncline.fabric.health import peer_error
 from syncline.launch.failures import Failure, ProcessEnded, ProcessStopped, rank_failed
 
 

@@ -179,7 +179,7 @@ def convert_batch_norm(model: nn.Module, fabric: Fabric | str = "auto") -> nn.Mo
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm):
             refuse_lazy(module, name)
-    return replaced(model, resolve(fabric).sibling())
+    return replaced(model, resolve(fabric).subgroup())
 
 
 def replaced(module: nn.Module, fabric: Fabric) -> nn.Module:

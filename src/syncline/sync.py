@@ -152,7 +152,7 @@ class Sync:
     def _replica(self, settings: Settings) -> Replica:
         """What a mode works on, over a fabric that can do what the settings ask for."""
         parent = self._given.with_engine() if settings.collective == "engine" else self._given
-        fabric = self.fabric if self.fabric is not None and type(self.fabric) is type(parent) else parent.sibling()
+        fabric = self.fabric if self.fabric is not None and self.fabric.name == parent.name else parent.subgroup()
         collective = settings.collective
         if collective == "auto" and parent.has_engine:
             collective = "engine"  # NCCL and Gloo do it without Python in between

@@ -16,7 +16,7 @@ from support.codec_cases import flat_parts
 from syncline.codecs.codec import ReduceContext
 from syncline.codecs.conversation import Exchange, Gather, Mean, Question
 from syncline.codecs.registry import codec_of
-from syncline.fabric.base import Pending
+from syncline.collectives.execute import Pending
 from syncline.path.answerer import FlatAnswerer
 from syncline.path.stages import wire_stage
 
@@ -34,14 +34,14 @@ def answer_to(question: Question, fabric: syncline.Fabric, collective: str) -> A
 def mean_and_bytes(fabric: syncline.Fabric, collective: str, dtype: torch.dtype) -> tuple[Tensor, int]:
     """The answer to a mean, and the bytes that this rank sent for it."""
     sent = 0
-    post = fabric.post
+    post = fabric.transport.post
 
     def counting(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
         nonlocal sent
         sent += sum(tensor.nbytes for tensor, _ in sends)
         return post(sends, receives)
 
-    fabric.post = counting
+    fabric.transport.post = counting
     values = (torch.arange(LENGTH) % 100 * fabric.world + fabric.rank).to(dtype)
     return answer_to(Mean(values), fabric, collective), sent
 

@@ -32,8 +32,9 @@ from syncline.collectives.hierarchical import Hierarchical
 from syncline.collectives.registry import ALGORITHMS, cheapest
 from syncline.collectives.ring import Ring
 from syncline.collectives.tree import Tree
+from syncline.core.group import Group
 from syncline.errors import Desync, FabricError
-from syncline.fabric.base import DTYPES
+from syncline.fabric.calls import DTYPES
 from syncline.fabric.threads import ThreadGroup
 from syncline.launch.threads import run_threads
 
@@ -211,7 +212,7 @@ def test_what_lies_around_the_tensor_is_not_touched(world: int) -> None:
 
 
 def test_hosts_need_not_hold_neighbouring_ranks() -> None:
-    group = ThreadGroup(6, ((0, 5), (3,), (1, 4, 2)), (), syncline.Deadlines())
+    group = ThreadGroup(Group.on_hosts([0, 2, 2, 1, 2, 0]), (), syncline.Deadlines())
     for result in run_threads(partial(reduce_noise, case=Case("hierarchical", 500, torch.float32, "sum")), group):
         inputs = [noise(rank, 500, torch.float32) for rank in range(6)]
         assert bool(((result.double() - exact("sum", inputs)).abs() <= rounding("sum", inputs)).all())
@@ -255,7 +256,7 @@ def test_many_calls_of_different_sizes_do_not_mix() -> None:
 def test_two_segments_are_sent_at_once_and_five_are_asked_for_ahead(ahead: bool) -> None:
     def most_in_flight(fabric: syncline.Fabric) -> tuple[int, int]:
         cut_finely(fabric)
-        fabric.receives_ahead = ahead
+        fabric.transport.receives_ahead = ahead
         counted = CountsFlights(fabric)
         summed = fabric.all_reduce(torch.ones(2000), collective="ring")
         assert torch.equal(summed, torch.full((2000,), 4.0))
@@ -265,12 +266,12 @@ def test_two_segments_are_sent_at_once_and_five_are_asked_for_ahead(ahead: bool)
 
 
 class CountsFlights:
-    """Stands between the executor and a fabric's `post`."""
+    """Stands between the executor and a transport's `post`."""
 
     def __init__(self, fabric: syncline.Fabric) -> None:
-        self.original = fabric.post
+        self.original = fabric.transport.post
         self.sends = self.receives = self.most_sends = self.most_receives = 0
-        fabric.post = self.post
+        fabric.transport.post = self.post
 
     def post(self, sends, receives):
         pending = self.original(sends, receives)
@@ -349,7 +350,9 @@ def test_what_an_asynchronous_call_raises_is_raised_by_its_handle() -> None:
 def test_auto_is_the_cheapest_for_this_fabric(nbytes: int) -> None:
     def during(fabric: syncline.Fabric) -> tuple[str, str]:
         fabric.all_reduce(torch.ones(nbytes // 4))
-        return fabric.during, cheapest(nbytes, fabric.world, fabric.hosts, fabric.latency_s, fabric.bytes_per_s)
+        transport = fabric.transport
+        chosen = cheapest(nbytes, fabric.world, fabric.hosts, transport.latency_s, transport.bytes_per_s)
+        return transport.during, chosen
 
     for called, chosen in on_threads(during, 8):
         assert called.endswith(f", {chosen})")

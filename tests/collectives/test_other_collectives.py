@@ -19,7 +19,7 @@ from support.references import (
 )
 from support.tried import SHAPES, on_threads
 from syncline.errors import ConfigError, Desync
-from syncline.fabric.base import DTYPES
+from syncline.fabric.calls import DTYPES
 from syncline.fabric.threads import Threads
 
 # The other collectives

@@ -26,7 +26,7 @@ from support.references import (
 from support.starting import finds_current
 from syncline.collectives.execute import OPS
 from syncline.collectives.registry import ALGORITHMS
-from syncline.fabric.base import DTYPES
+from syncline.fabric.calls import DTYPES
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.parametrize("fabric", PROCESS_FABRICS)]
 SHORT = ((torch.float32, "sum"), (torch.bfloat16, "mean"), (torch.int64, "max"))  # what short lengths are tried with

@@ -32,8 +32,8 @@ from syncline import Deadlines
 from syncline.collectives.program import compile_program
 from syncline.collectives.registry import ALGORITHMS, schedule_of
 from syncline.errors import FabricError, PeerLost, PeerStalled, RankFailed
-from syncline.fabric.blame import culprit
-from syncline.fabric.threads import Dies, ScriptedDeath, SendsLate, Stalls, Threads, ThreadsFabric
+from syncline.fabric.health import culprit
+from syncline.fabric.threads import Dies, ScriptedDeath, SendsLate, Stalls, Threads
 from syncline.launch.failures import ProcessStopped
 
 WORLD, VICTIM = 4, 2
@@ -265,10 +265,13 @@ def test_a_call_that_all_have_begun_ends_well_though_a_rank_ends_after_it() -> N
     """Rank 2 is slow to take the message of rank 3; meanwhile rank 0 is done and ends, and rank 1 notices that."""
     passed = []
 
-    def two_barriers(fabric: ThreadsFabric) -> None:
-        take = fabric._take
+    def two_barriers(fabric: syncline.Fabric) -> None:
+        take = fabric.transport._take
         if fabric.rank == 2:
-            fabric._take = lambda expected, message: (time.sleep(0.3 * (expected.source == 3)), take(expected, message))
+            fabric.transport._take = lambda expected, message: (
+                time.sleep(0.3 * (expected.source == 3)),
+                take(expected, message),
+            )
         fabric.barrier()
         passed.append(fabric.rank)
         if fabric.rank == 0:
@@ -288,7 +291,7 @@ def test_a_fault_strikes_only_in_its_call() -> None:
     def three_calls(fabric: syncline.Fabric) -> int:
         for _ in range(3):
             fabric.all_reduce(torch.ones(1), collective="direct")
-        return fabric.calls
+        return fabric.transport.call_count
 
     setup = Threads(faults=[Dies(rank=0, round=0, call=3)])
     with pytest.raises(RankFailed, match="dies by script in round 0") as caught:

@@ -34,7 +34,7 @@ from syncline.errors import (
     PeerStalled,
     RankFailed,
 )
-from syncline.fabric.shm import Meeting, ShmFabric
+from syncline.fabric.shm import Meeting, shm_fabric
 
 MILLION = 1_000_003
 
@@ -110,7 +110,7 @@ def test_ten_thousand_calls_of_mixed_sizes():
 
 def use_two_groups(fabric, meeting: Meeting) -> list[float]:
     """Two groups over the same ranks, numbered in opposite directions, in turns."""
-    other = ShmFabric(meeting, fabric.world - 1 - fabric.rank, fabric.world)
+    other = shm_fabric(meeting, fabric.world - 1 - fabric.rank, fabric.world)
     found = []
     for turn in range(50):
         found.append(float(fabric.all_reduce(torch.full((1000,), float(fabric.rank + turn)))[-1]))
@@ -265,7 +265,7 @@ def create_and_close(fabric, meetings: list[Meeting]) -> tuple[int, int, int]:
     for number, meeting in enumerate(meetings):
         if number == 50:
             before = descriptors(), threading.active_count(), resident_kib()
-        with ShmFabric(meeting, fabric.rank, fabric.world) as other:
+        with shm_fabric(meeting, fabric.rank, fabric.world) as other:
             bucket = other.buffer(50_000)
             other.all_reduce_async(bucket).wait()
     return descriptors() - before[0], threading.active_count() - before[1], resident_kib() - before[2]
@@ -311,7 +311,7 @@ def test_a_full_dev_shm_does_not_matter(tmp_path):
 
 def join_with(fabric, meetings: dict[int, Meeting]) -> str:
     try:
-        ShmFabric(meetings[fabric.rank], fabric.rank, fabric.world, syncline.Deadlines(2.0, join=1.0)).close()
+        shm_fabric(meetings[fabric.rank], fabric.rank, fabric.world, syncline.Deadlines(2.0, join=1.0)).close()
     except JoinFailed as error:
         return str(error)
     return ""
@@ -326,7 +326,7 @@ def test_a_rank_that_never_comes_is_named():
 
 def test_more_ranks_than_possible_are_refused():
     with pytest.raises(ConfigError, match="65 ranks are more than 64"):
-        ShmFabric(Meeting(), 0, 65)
+        shm_fabric(Meeting(), 0, 65)
 
 
 def use_after_fork(fabric) -> tuple[int, float]:

@@ -14,7 +14,7 @@ from support.families import Ended
 from support.patience import within
 from syncline import Deadlines
 from syncline.errors import ConfigError, RankFailed
-from syncline.fabric.base import NO_NOTE
+from syncline.fabric.health import NO_PROGRESS
 from syncline.fabric.threads import Threads
 
 PATIENT = Deadlines(20.0)
@@ -129,7 +129,7 @@ def test_every_rank_reads_the_notes_of_all(fabric: str) -> None:
     for nothing, first, second, of_sibling in syncline.run(
         partial(notes.exchange_notes, within_s=15.0), 3, fabric, PATIENT
     ):
-        assert nothing == of_sibling == [NO_NOTE] * 3
+        assert nothing == of_sibling == [NO_PROGRESS] * 3
         assert first == [notes.note_for(rank, 1) for rank in range(3)]
         assert second == [notes.note_for(rank, 2) for rank in range(3)]
 
@@ -138,7 +138,7 @@ def test_every_rank_reads_the_notes_of_all(fabric: str) -> None:
 def test_a_note_of_a_rank_that_is_not_there_is_refused(fabric: str) -> None:
     if fabric == "threads":
         with Threads().group(1).fabric(0) as alone, pytest.raises(ConfigError, match="1 is not a rank"):
-            alone.note_of(1)
+            alone.health.progress_of(1)
         return
     with pytest.raises(RankFailed) as caught:
         syncline.run(partial(notes.notes_seen_beyond), 2, fabric, PATIENT)

@@ -15,8 +15,8 @@ from support.members import Answer, Ranks, Seen, lists_of
 from support.patience import within
 from support.striking import be_killed, be_stopped, wait_for_reports
 from syncline import Deadlines
+from syncline.core.group import Group
 from syncline.errors import RankFailed
-from syncline.fabric.hosts import hosts_among
 from syncline.fabric.threads import Dies, Threads
 
 PATIENT = Deadlines(20.0)
@@ -48,7 +48,7 @@ def test_the_same_ranks_again_give_another_fabric(fabric: str) -> None:
 
 
 @everywhere
-def test_subgroups_have_subgroups_and_siblings(fabric: str) -> None:
+def test_subgroups_have_subgroups(fabric: str) -> None:
     results = syncline.run(members.use_subgroups_of_a_subgroup, 5, fabric, PATIENT)
     assert results == [[2.0], [80.0, 500.0, 5000.0], [], [80.0], [2.0, 80.0, 500.0, 5000.0]]
 
@@ -76,7 +76,7 @@ def test_hosts_are_those_of_the_parent_counted_anew(fabric: str | Threads) -> No
 
 
 def test_hosts_without_members_are_left_out() -> None:
-    assert hosts_among(((0, 3), (1,), (2, 4)), [4, 3, 2]) == ((0, 2), (1,))
+    assert Group.on_hosts([0, 1, 2, 0, 2]).among([4, 3, 2]).hosts == ((0, 2), (1,))
 
 
 # At once

@@ -26,10 +26,11 @@ from support.starting import hosts_as_told, joins_existing_group, not_a_member, 
 from syncline.collectives.execute import HALVES
 from syncline.collectives.registry import ALGORITHMS
 from syncline.errors import ConfigError, UnknownName
-from syncline.fabric.base import DTYPES
+from syncline.fabric.base import Fabric
+from syncline.fabric.calls import DTYPES
 from syncline.fabric.divide import divide, divide_plainly
-from syncline.fabric.hosts import digest, group_by_host, host_key
-from syncline.fabric.torch import TorchFabric
+from syncline.fabric.hosts import digest, host_key
+from syncline.fabric.torch import TorchTransport, torch_fabric
 
 COLLECTIVES = (*ALGORITHMS, "auto", "engine")
 
@@ -91,7 +92,7 @@ def test_the_native_division_equals_its_twin(dtype: torch.dtype) -> None:
 
 
 def test_every_engine_is_known() -> None:
-    assert TorchFabric.name in ENGINES
+    assert TorchTransport.name in ENGINES
 
 
 # Hosts
@@ -104,10 +105,6 @@ def test_ranks_of_one_machine_share_a_host() -> None:
 def test_ranks_find_out_who_shares_a_host_wherever_they_are() -> None:
     found = syncline.run(partial(hosts_as_told, names=["b", "a", "b", "c", "a"]), 5, "torch")
     assert found == [((0, 2), (1, 4), (3,))] * 5
-
-
-def test_hosts_are_in_the_order_of_their_first_rank() -> None:
-    assert group_by_host([7, 3, 7, 7, 5]) == ((0, 2, 3), (1,), (4,))
 
 
 def test_a_host_key_fits_an_int64_and_is_stable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +140,7 @@ def test_a_fabric_needs_membership() -> None:
 
 def test_a_fabric_needs_a_process_group() -> None:
     with pytest.raises(ConfigError, match=r"no process group; call syncline.init\(\)"):
-        TorchFabric()
+        torch_fabric()
 
 
 # init
@@ -211,14 +208,14 @@ def test_torchrun(tmp_path: Path, group: str, fabric: str) -> None:
     assert said == ["0 of 2 on ((0, 1),)", "1 of 2 on ((0, 1),)"]
 
 
-def two_over_one_group(fabric: TorchFabric) -> list[float]:
-    """Two fabrics over one process group make siblings and subgroups of the same ranks."""
-    others = [TorchFabric(fabric.group, fabric.deadlines) for _ in range(2)]
-    made = [group for other in others for group in (other.sibling(), other.subgroup([1, 0]))]
+def two_over_one_group(fabric: Fabric) -> list[float]:
+    """Two fabrics over one process group make subgroups of the same ranks."""
+    others = [torch_fabric(fabric.transport.process_group, fabric.deadlines) for _ in range(2)]
+    made = [group for other in others for group in (other.subgroup(), other.subgroup([1, 0]))]
     return [float(group.all_reduce(torch.ones(3))[0]) for group in made]
 
 
-def test_fabrics_over_one_group_do_not_meet_in_each_others_siblings() -> None:
+def test_fabrics_over_one_group_do_not_meet_in_each_others_subgroups() -> None:
     assert (
         syncline.run(two_over_one_group, ranks=2, fabric="torch", deadlines=syncline.Deadlines(20.0)) == [[2.0] * 4] * 2
     )

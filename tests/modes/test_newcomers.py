@@ -33,9 +33,9 @@ from support.replaced import (
     servers_of,
 )
 from syncline.errors import ConfigError, JoinFailed, LayoutMismatch, PeerError, RankFailed
-from syncline.fabric.newcomers import Knock
+from syncline.fabric.membership import RejoinRequest
 from syncline.fabric.shm import Meeting
-from syncline.fabric.shm_doors import ShmDoors
+from syncline.fabric.shm_membership import ShmMembership
 from syncline.launch.failures import ProcessEnded
 
 DEADLINES = syncline.Deadlines(4.0, join=20.0)
@@ -102,7 +102,7 @@ def test_one_that_dies_too_often_is_a_failure_and_the_others_have_results(tmp_pa
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("moment", ["knocking", "known", "entered", "reading"])
+@pytest.mark.parametrize("moment", ["asking", "known", "entered", "reading"])
 @on_processes
 def test_a_newcomer_that_dies_while_it_enters_is_not_missed_and_the_next_one_comes(
     fabric: str, moment: str, tmp_path: Path
@@ -119,7 +119,7 @@ def test_a_newcomer_may_come_before_anyone_has_noticed_that_the_last_one_is_gone
 
 
 def test_a_server_ends_without_a_newcomer_that_knocked_and_died(tmp_path: Path) -> None:
-    work = Replaced(ASYNC, str(tmp_path), ends=("killed", "killed"), entering="knocking", others=150)
+    work = Replaced(ASYNC, str(tmp_path), ends=("killed", "killed"), entering="asking", others=150)
     with pytest.raises(RankFailed) as failed:
         run(work, "shm", 3, restarts=1)
     assert set(failed.value.failures) == {2}
@@ -203,7 +203,7 @@ def test_one_that_comes_when_all_servers_have_ended_is_told(fabric: str, tmp_pat
         syncline.run(work, 3, fabric, syncline.Deadlines(3.0, join=2.0), keep_going=True, restarts=1)
     assert set(failed.value.failures) == {2}
     assert isinstance(failed.value.failures[2], JoinFailed)
-    assert "rank 0 did not let it in: it has no door for newcomers: it has ended" in str(failed.value.failures[2])
+    assert "rank 0 did not let it rejoin: it accepts nobody: it has ended" in str(failed.value.failures[2])
     assert max(failed.value.results.values()) < within(3.0)  # nobody waited for it
 
 
@@ -215,39 +215,40 @@ def test_a_newcomer_goes_on_from_the_servers_and_not_from_a_checkpoint(tmp_path:
     assert all(torch.equal(place, torch.full((3,), START - RATE * slopes)) for _, place, _ in found[:2])
 
 
-# Doors of shared memory
+# Endpoints of shared memory
 
 
 @pytest.fixture
-def doors() -> ShmDoors:
-    return ShmDoors(Meeting(), DEADLINES)
+def membership() -> ShmMembership:
+    return ShmMembership(Meeting(), DEADLINES)
 
 
-def test_one_that_has_knocked_and_is_gone_is_found_out_at_once(doors: ShmDoors) -> None:
-    with closing(doors.open("here")) as door, closing(doors.before("here", Knock(1, 1))) as doorstep:
-        doorstep.knock()
-        doorstep.close()
-        knock = door.look()
-        assert knock == Knock(1, 1)
+def test_one_that_has_asked_and_is_gone_is_found_out_at_once(membership: ShmMembership) -> None:
+    wanted = RejoinRequest(1, 1)
+    with closing(membership.endpoint("here")) as endpoint, closing(membership.attempt("here", wanted)) as attempt:
+        attempt.ask()
+        attempt.close()
+        request = endpoint.poll()
+        assert request == wanted
         began = time.monotonic()
-        with pytest.raises(JoinFailed, match="rank 1 has knocked, and is gone"):
-            door.let_in(knock)
+        with pytest.raises(JoinFailed, match="rank 1 has asked to rejoin, and is gone"):
+            endpoint.accept(request)
         assert time.monotonic() - began < within(1.0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody else needs root")
-def test_other_users_are_not_heard(doors: ShmDoors) -> None:
-    with closing(doors.open("here")) as door:
+def test_other_users_are_not_heard(membership: ShmMembership) -> None:
+    with closing(membership.endpoint("here")) as endpoint:
         stranger = os.fork()
         if not stranger:
             os.setuid(65534)
-            doors.before("here", Knock(1, 1)).knock()
+            membership.attempt("here", RejoinRequest(1, 1)).ask()
             os._exit(0)
         assert os.waitpid(stranger, 0)[1] == 0
-        assert door.look() is None
-        with closing(doors.before("here", Knock(1, 2))) as doorstep:
-            doorstep.knock()
-            assert door.look() == Knock(1, 2)
+        assert endpoint.poll() is None
+        with closing(membership.attempt("here", RejoinRequest(1, 2))) as attempt:
+            attempt.ask()
+            assert endpoint.poll() == RejoinRequest(1, 2)
 
 
 # Requests that are impossible

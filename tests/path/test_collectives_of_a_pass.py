@@ -36,7 +36,7 @@ def count(fabric: syncline.Fabric, codec: str) -> tuple[int, int, int]:
     assert len(each) == 1
     buckets = len(sync.buckets)
     sync.close()
-    return buckets, each.pop(), sync.fabric.calls
+    return buckets, each.pop(), sync.fabric.transport.call_count
 
 
 @pytest.mark.parametrize(("codec", "rounds"), [*((c, 1) for c in ONE_ROUND), *((c, 2) for c in TWO_ROUNDS)])
@@ -61,10 +61,10 @@ def calls_between(fabric: syncline.Fabric, steps: int) -> int:
     sync = syncline.Sync(model, optimizer, fabric=fabric, divergence_guard=False)
     for step in range(steps + 1):
         if step == 1:
-            before, started = sync.fabric.calls, sync.reducer.path.channel.started.total()
+            before, started = sync.fabric.transport.call_count, sync.reducer.path.channel.started.total()
         optimizer.zero_grad()
         model(torch.full((3, 30), float(fabric.rank + 1))).sum().backward()
         optimizer.step()
-    others = sync.fabric.calls - before - (sync.reducer.path.channel.started.total() - started)
+    others = sync.fabric.transport.call_count - before - (sync.reducer.path.channel.started.total() - started)
     sync.close()
     return others

@@ -32,7 +32,7 @@ def outcome_and_error(call: Callable[[], object]) -> tuple[str, int | None, floa
 
 def start_in_opposite_orders(fabric: Fabric, turns: int) -> list[tuple[list[float], list[float]]]:
     """Even ranks start on the fabric first, odd ones on its sibling; nobody waits before both are started."""
-    sibling = fabric.sibling()
+    sibling = fabric.subgroup()
     order = [fabric, sibling] if fabric.rank % 2 == 0 else [sibling, fabric]
     sums = []
     for turn in range(turns):
@@ -49,8 +49,8 @@ def start_in_opposite_orders(fabric: Fabric, turns: int) -> list[tuple[list[floa
 
 def family_of(fabric: Fabric) -> list[Fabric]:
     """A child, a grandchild, and a second child."""
-    child = fabric.sibling()
-    return [child, child.sibling(), fabric.sibling()]
+    child = fabric.subgroup()
+    return [child, child.subgroup(), fabric.subgroup()]
 
 
 def use_a_family(fabric: Fabric) -> list[tuple[int, int, float]]:
@@ -82,7 +82,7 @@ def start_and_wait(fabric: Fabric) -> None:
 
 def close_a_sibling_only(fabric: Fabric) -> tuple[tuple[str, int | None, float], float]:
     """The fabric that it was made from is still there."""
-    sibling = fabric.sibling()
+    sibling = fabric.subgroup()
     sibling.barrier()
     sibling.close()
     return outcome_and_error(sibling.barrier), fabric.all_reduce(torch.tensor([1.0 + fabric.rank])).item()
@@ -97,7 +97,7 @@ def make_and_close_siblings(fabric: Fabric, count: int) -> tuple[int, int]:
 
 
 def use_siblings(fabric: Fabric, count: int) -> None:
-    siblings = [fabric.sibling() for _ in range(count)]
+    siblings = [fabric.subgroup() for _ in range(count)]
     for sibling in siblings:
         sibling.all_reduce_async(sibling.buffer(1000)).wait()
     for sibling in siblings:
@@ -115,7 +115,7 @@ def lose_one_who_has_joined(fabric: Fabric, victim: int) -> tuple[str, int | Non
     if fabric.rank == victim:
         be_killed()
     torch_module.make_group = connection_fails
-    return outcome_and_error(fabric.sibling)
+    return outcome_and_error(fabric.subgroup)
 
 
 def resources() -> tuple[int, int]:
@@ -174,7 +174,7 @@ def close_while_under_way(fabric: Fabric, closes: int, start: tuple[int, ...], f
 
 def close_with_patience(fabric: Fabric, late: int) -> tuple[float, bool]:
     """Close right after a call was started, for which another rank is late."""
-    sibling = fabric.sibling()
+    sibling = fabric.subgroup()
     tensor = torch.full((1000,), 1.0 + fabric.rank)
     if fabric.rank == late:
         time.sleep(0.3)

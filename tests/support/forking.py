@@ -71,7 +71,7 @@ def calls_in_a_child(fabric: Fabric) -> tuple[dict[str, tuple[str, float]], floa
             "barrier": lambda: fabric.barrier(),
             "send": lambda: fabric.send(torch.ones(3), 1 - fabric.rank).wait(),
             "receive": lambda: fabric.receive(torch.ones(3), 1 - fabric.rank).wait(),
-            "sibling": lambda: fabric.sibling(),
+            "sibling": lambda: fabric.subgroup(),
             "subgroup": lambda: fabric.subgroup([0, 1]),
             "wait": lambda: handle.wait(),
             "close": lambda: fabric.close(),

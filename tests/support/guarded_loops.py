@@ -198,7 +198,7 @@ def functional(fabric: syncline.Fabric) -> Any:
 
 def sharded(fabric: syncline.Fabric) -> Any:
     model = filled(Net())
-    optimizer = Sharded(model.parameters(), fabric.sibling())
+    optimizer = Sharded(model.parameters(), fabric.subgroup())
     return syncline.Sync(model, optimizer, fabric=fabric), model, simple_step(fabric, model, optimizer)
 
 

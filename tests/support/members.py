@@ -19,7 +19,7 @@ from support.striking import report_and_stay
 from syncline.collectives.schedule import Hosts
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
-from syncline.fabric.torch import TorchFabric
+from syncline.fabric.torch import torch_fabric
 
 Ranks = tuple[int, ...]
 How = tuple[str, int | None, float]  # a call ended: the error, the rank that it blames, after how many seconds
@@ -92,7 +92,7 @@ def use_subgroups_of_a_subgroup(fabric: Fabric) -> list[float]:
     for _, three in mine_of(fabric, [(3, 1, 4)]):
         totals.append(total(three, 10.0 * fabric.rank))
         for _, two in mine_of(three, [(1, 2)]):
-            sibling = two.sibling()
+            sibling = two.subgroup()
             totals += [total(two, 100.0 * fabric.rank), total(sibling, 1000.0 * fabric.rank)]
     return totals
 
@@ -102,17 +102,17 @@ def use_subgroups_of_a_process_group(fabric: Fabric) -> list[float]:
     group = dist.new_group([1, 2, 4])
     if fabric.rank not in (1, 2, 4):
         return []
-    with TorchFabric(group) as part:
+    with torch_fabric(group) as part:
         return [total(pair, 10.0**fabric.rank) for _, pair in mine_of(part, [(2, 0), (1, 2), (2, 0)])]
 
 
 def hosts_among_members(fabric: Fabric, names: list[str]) -> list[Hosts]:
     """The hosts of each subgroup, and of a sibling of it, when ranks pretend to be on some."""
-    if isinstance(fabric, TorchFabric):  # ranks that are threads would all be told the same, and so would later tests
+    if fabric.name == "torch":  # ranks that are threads would all be told the same, and so would later tests
         os.environ["SYNCLINE_HOST"] = names[fabric.rank]
-        fabric = fabric.sibling()
+        fabric = torch_fabric(dist.new_group(), fabric.deadlines)
     return [
-        group.hosts for _, parent in mine_of(fabric, [(4, 0, 1, 2), (3, 1)]) for group in (parent, parent.sibling())
+        group.hosts for _, parent in mine_of(fabric, [(4, 0, 1, 2), (3, 1)]) for group in (parent, parent.subgroup())
     ]
 
 
@@ -158,7 +158,9 @@ def post_both_ways(fabric: Fabric, length: int) -> list[tuple[float, float]]:
         arriving = [torch.full((length,), -1.0) for _ in range(2)]
         leaving = [torch.full((length,), 10.0 * fabric.rank + turn) for turn in range(2)]
         peer = 1 - pair.rank
-        under_way.append(pair.post([(tensor, peer) for tensor in leaving], [(tensor, peer) for tensor in arriving]))
+        under_way.append(
+            pair.transport.post([(tensor, peer) for tensor in leaving], [(tensor, peer) for tensor in arriving])
+        )
         taken.append(arriving)
     for pending in under_way:
         pending.wait()
@@ -254,7 +256,7 @@ def make_and_close(fabric: Fabric, count: int) -> tuple[int, int, int]:
     use_and_close(fabric, 1)
     before = at_rest()
     use_and_close(fabric, count)
-    return *left_since(before), len(fabric.siblings)
+    return *left_since(before), len(fabric.children)
 
 
 def use_and_close(fabric: Fabric, count: int) -> None:

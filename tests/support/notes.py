@@ -20,7 +20,9 @@ from syncline.fabric.base import Fabric
 def notes_seen(fabric: Fabric, expected: list[tuple[int, int, int, int]], within_s: float) -> list:
     """The notes of all ranks, as soon as they are those that are expected."""
     until = time.monotonic() + within_s
-    while (seen := [fabric.note_of(rank) for rank in range(fabric.world)]) != expected and time.monotonic() < until:
+    while (
+        seen := [fabric.health.progress_of(rank) for rank in range(fabric.world)]
+    ) != expected and time.monotonic() < until:
         time.sleep(0.05)
     return seen
 
@@ -32,13 +34,13 @@ def note_for(rank: int, turn: int) -> tuple[int, int, int, int]:
 def exchange_notes(fabric: Fabric, within_s: float) -> list[list]:
     """What is seen before anybody has written, and after each of two turns."""
     everyone = range(fabric.world)
-    sibling = fabric.sibling()
-    seen = [[fabric.note_of(rank) for rank in everyone]]
+    sibling = fabric.subgroup()
+    seen = [[fabric.health.progress_of(rank) for rank in everyone]]
     for turn in (1, 2):
         fabric.barrier()
-        fabric.write_note(note_for(fabric.rank, turn))
+        fabric.health.publish(note_for(fabric.rank, turn))
         seen.append(notes_seen(fabric, [note_for(rank, turn) for rank in everyone], within_s))
-    seen.append([sibling.note_of(rank) for rank in everyone])
+    seen.append([sibling.health.progress_of(rank) for rank in everyone])
     fabric.barrier()
     return seen
 
@@ -47,12 +49,12 @@ def read_the_note_of_a_stopped_rank(fabric: Fabric, victim: int, folder: str) ->
     """The state of the process of the victim, its note, and how long it took to read it."""
     pids = fabric.all_gather(torch.tensor([os.getpid()])).flatten().tolist()
     if fabric.rank == victim:
-        fabric.write_note((7, 8, 9, 10))
+        fabric.health.publish((7, 8, 9, 10))
         time.sleep(NOTE_S)
         be_stopped()
     state = wait_for_state(pids[victim], "T")
     started = time.monotonic()
-    note = fabric.note_of(victim)
+    note = fabric.health.progress_of(victim)
     seconds = time.monotonic() - started
     report_and_stay(fabric, folder)
     remove(pids[victim])
@@ -92,4 +94,4 @@ def times_of_many(fabric: Fabric, count: int) -> list[list[int]]:
 
 def notes_seen_beyond(fabric: Fabric) -> None:
     """Ask for a rank that is not there."""
-    fabric.note_of(fabric.world)
+    fabric.health.progress_of(fabric.world)

@@ -14,14 +14,14 @@ import syncline
 from support.outcomes import outcome_of
 from support.references import noise, whole_numbers
 from support.telling import tell, wait_for
-from syncline.fabric.base import Handle
+from syncline.fabric.handle import Handle
 
 # Collectives
 
 
 def cut_finely(fabric: syncline.Fabric) -> None:
     """Let short tensors travel in many chunks and segments."""
-    fabric.segment_bytes, fabric.grain_bytes = 256, 16
+    fabric.transport.segment_bytes, fabric.transport.grain_bytes = 256, 16
 
 
 class Case(NamedTuple):

@@ -171,20 +171,20 @@ def first_read(client: Client, model: nn.Module) -> tuple[int, str]:
 
 def strike_at(moment: str, end: Callable[[], None]) -> None:
     """In the process of a newcomer: it ends before it enters, when it is known, when it has entered, or as it reads."""
-    from syncline.fabric import newcomers
+    from syncline.fabric import membership
     from syncline.modes.serving import client as client_module
 
     def first(*_: object) -> None:
         end()
 
-    if moment == "knocking":
+    if moment == "asking":
 
-        def knocked(fabric: newcomers.Newcomer, rank: int) -> None:
-            doorstep = fabric.doors.before(fabric.place_of(rank), newcomers.Knock(fabric.rank, fabric.incarnation))
-            doorstep.knock()
+        def ask_and_end(self: membership.Membership, fabric: syncline.Fabric, rank: int) -> None:
+            request = membership.RejoinRequest(fabric.rank, fabric.incarnation)
+            self.attempt(membership.place_of(fabric, rank), request).ask()
             end()
 
-        newcomers.Newcomer.knock_at = knocked
+        membership.Membership.rejoin = ask_and_end
     if moment == "known":
         Client.enter = first
     if moment == "entered":
@@ -215,8 +215,8 @@ def refused_calls(fabric: syncline.Fabric, folder: str) -> dict[str, Outcome]:
         "all_to_all": lambda: fabric.all_to_all(torch.ones(2 * fabric.world)),
         "barrier": fabric.barrier,
         "send": lambda: fabric.send(one, 0),
-        "subgroup": lambda: fabric.subgroup([0, 1]),
-        "all_reduce of a sibling": lambda: fabric.sibling().all_reduce(one),
+        "subgroup": lambda: fabric.subgroup([1]),
+        "all_reduce of a subgroup of all": lambda: fabric.subgroup().all_reduce(one),
     }
     found = {name: outcome_of(call) for name, call in calls.items()}
     tell(folder, "done")

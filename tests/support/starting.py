@@ -14,7 +14,7 @@ import torch.utils.data
 
 import syncline
 from syncline.current import resolve
-from syncline.fabric.torch import TorchFabric
+from syncline.fabric.torch import torch_fabric
 
 
 def rank_and_process(fabric: syncline.Fabric) -> tuple[int, int, int]:
@@ -37,7 +37,7 @@ def reduces_in_a_part(fabric: syncline.Fabric, members: list[int]) -> list[int] 
     group = dist.new_group(members)
     if fabric.rank not in members:
         return None
-    part = TorchFabric(group)
+    part = torch_fabric(group)
     return [part.rank, part.world, *part.all_reduce(torch.tensor([fabric.rank]), collective="ring").tolist()]
 
 
@@ -45,7 +45,7 @@ def not_a_member(fabric: syncline.Fabric) -> str:
     """The message for a rank outside of the group it asks for."""
     group = dist.new_group([0])
     try:
-        TorchFabric(group)
+        torch_fabric(group)
     except syncline.SynclineError as error:
         return str(error)
     return ""
@@ -54,7 +54,7 @@ def not_a_member(fabric: syncline.Fabric) -> str:
 def hosts_as_told(fabric: syncline.Fabric, names: list[str]) -> tuple[tuple[int, ...], ...]:
     """The hosts that a fabric finds when ranks pretend to be on some."""
     os.environ["SYNCLINE_HOST"] = names[fabric.rank]
-    return TorchFabric().hosts
+    return torch_fabric().hosts
 
 
 def number_of_threads(fabric: syncline.Fabric) -> int:

@@ -89,7 +89,7 @@ def strike_at_step(fabric: syncline.Fabric, step: int | None, strike: Callable[[
         if next(posted, None) == step:
             strike()
 
-    fabric.enter_round = enter_round
+    fabric.transport.enter_round = enter_round
 
 
 def with_a_victim(

@@ -9,7 +9,7 @@ import syncline
 from support.catalogue import COLLECTIVES, uneven_hosts
 from support.reducing import Case
 from syncline.collectives.execute import OPS
-from syncline.fabric.base import DTYPES
+from syncline.fabric.calls import DTYPES
 from syncline.fabric.threads import Threads
 
 WORLDS = (*range(1, 10), 13, 16)

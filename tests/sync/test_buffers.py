@@ -135,10 +135,10 @@ def settle_a_mask(fabric: syncline.Fabric, policy: str) -> tuple[int, Tensor]:
     for mask in (torch.zeros(9, 9), a_mask()):
         settled = SettledBuffers()
         settled.settle(fabric, policy, {"mask": mask}, 0)
-        before = fabric.calls
+        before = fabric.transport.call_count
         for _ in range(5):
             settled.settle(fabric, policy, {"mask": mask}, 0)
-        calls.append(fabric.calls - before)
+        calls.append(fabric.transport.call_count - before)
     return calls[1] - calls[0], mask
 
 

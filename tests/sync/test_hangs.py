@@ -18,7 +18,7 @@ from support.patience import within
 from support.replicas import SOON_S, VICTIM, WORLD, same
 from syncline import Deadlines
 from syncline.errors import LateGradient, PeerLost, RankFailed
-from syncline.fabric.base import NO_NOTE
+from syncline.fabric.health import NO_PROGRESS
 from syncline.guards.hangs import explain
 
 # Ranks that hang
@@ -137,14 +137,14 @@ def test_a_report_does_not_contradict_itself() -> None:
 def test_what_a_rank_is_known_to_have_ended_counts_more_than_an_older_note() -> None:
     """A board that is slow, or does not answer, has not heard of steps whose status has come from that rank."""
     buckets = [["third.weight"], ["second.weight"], ["first.weight"]]
-    for note in (NO_NOTE, (1, 3, 3, 0), (2, 1, 1, 1), (2, 3, 3, 0)):
+    for note in (NO_PROGRESS, (1, 3, 3, 0), (2, 1, 1, 1), (2, 3, 3, 0)):
         report = str(explain(PeerLost(VICTIM, "it is gone"), 3, 0, buckets, note, ended=2))
         assert "the last it produced is bucket 2 of step 2 (first.weight)" in report, (note, report)
     newer = str(explain(PeerLost(VICTIM, "it is gone"), 3, 1, buckets, (3, 1, 1, 1), ended=2))
     assert "the last it produced is bucket 0 of step 3 (third.weight)" in newer
     failed = str(explain(PeerLost(VICTIM, "it is gone"), 3, 0, buckets, (2, 3, 1, 2), ended=2))
     assert "an exception ended its backward pass of step 2" in failed
-    nothing = str(explain(PeerLost(VICTIM, "it is gone"), 1, 0, buckets, NO_NOTE))
+    nothing = str(explain(PeerLost(VICTIM, "it is gone"), 1, 0, buckets, NO_PROGRESS))
     assert f"rank {VICTIM} has produced nothing yet, as far as is known" in nothing
 
 

@@ -296,7 +296,7 @@ def test_lazy_parameters_and_buffers_are_refused_by_name(alone: Fabric, lazy: nn
     with pytest.raises(ConfigError, match=rf"{name} is of a lazy module and has no shape yet; let the model see"):
         syncline.Sync(model, optimizer, fabric=alone, mode=mode)
     assert faulty.hooks_of(model[0], optimizer) == 0
-    assert alone.siblings == []
+    assert alone.children == []
 
 
 def test_lazy_batch_normalization_is_refused_by_name_and_other_lazy_layers_are_not(alone: Fabric) -> None:
@@ -323,7 +323,7 @@ def test_a_refused_request_leaves_no_hooks(alone: Fabric) -> None:
     with pytest.raises(ConfigError):
         syncline.Sync(model, optimizer, fabric=alone)
     assert faulty.hooks_of(model, optimizer) == 0
-    assert alone.siblings == []
+    assert alone.children == []
 
 
 def test_a_closed_sync_goes_on_from_nothing() -> None:

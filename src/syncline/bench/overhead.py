@@ -16,7 +16,7 @@ from syncline.bench.timing import take_turns
 from syncline.bench.trainer import Trainer
 from syncline.bench.workloads import WORKLOADS
 from syncline.fabric.base import Fabric
-from syncline.fabric.shm import Meeting, ShmFabric
+from syncline.fabric.shm import Meeting, shm_fabric
 from syncline.fabric.threads import Threads
 from syncline.sync import Sync
 
@@ -43,7 +43,7 @@ def measure_overhead(repeats: int = 60) -> Overhead:
     """Short turns, each compared with the plain one beside it; medians of all."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with ShmFabric(Meeting(), 0, 1) as shared:
+    with shm_fabric(Meeting(), 0, 1) as shared:
 
         def attach_buckets(model: nn.Module, optimizer: Optimizer, _: Fabric) -> Attached:
             return Attached(model, lambda: 0.0, BucketsAlone(model, optimizer, fabric=shared))

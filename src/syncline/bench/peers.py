@@ -24,7 +24,7 @@ import torch.distributed as dist
 from syncline.bench.calls import AllReduce, measure
 from syncline.errors import SynclineError
 from syncline.fabric.base import Fabric
-from syncline.fabric.shm import DTYPE_CODES, OP_CODES, ShmFabric
+from syncline.fabric.shm import DTYPE_CODES, OP_CODES, ShmTransport
 from syncline.launch import run
 
 Times = dict[int, list[float]]  # bytes -> seconds per call, one for each repeat
@@ -62,8 +62,8 @@ def time_gloo(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
 
 def time_limit(fabric: Fabric, sizes: Sequence[int], repeats: int) -> Times:
     """On one rank: the same reads and writes by the same number of processes, without any synchronization."""
-    assert isinstance(fabric, ShmFabric)
-    group = fabric.group
+    assert isinstance(fabric.transport, ShmTransport)
+    group = fabric.transport.native
 
     def unsynchronized(tensor: torch.Tensor) -> None:
         group.unsynchronized_all_reduce(tensor.data_ptr(), tensor.numel(), DTYPE_CODES[tensor.dtype], OP_CODES["sum"])

@@ -27,7 +27,6 @@ from syncline.bench.trainer import Trainer
 from syncline.bench.workloads import WORKLOADS
 from syncline.errors import SynclineError
 from syncline.fabric.base import Fabric
-from syncline.fabric.torch import TorchFabric
 from syncline.launch import run
 from syncline.launch.init import share_memory
 from syncline.units import MIB
@@ -90,7 +89,6 @@ def compare_training(workload: str, names: Sequence[str] = TIMED, repeats: int =
 
 def time_training(fabric: Fabric, workload: str, names: Sequence[str], repeats: int, meter: Meter) -> RankTimes:
     """On one rank: the median step of each turn, and what the guard says that it took of a step."""
-    assert isinstance(fabric, TorchFabric)
     shared = share_memory(fabric)
     trainers = {name: Trainer(WORKLOADS[workload](), attach_to(name, shared), fabric) for name in names}
     for trainer in trainers.values():
@@ -161,7 +159,6 @@ def peak_memory(name: str, workload: str = "gpt") -> int:
 
 def watch_memory(fabric: Fabric, name: str, workload: str) -> int:
     """On one rank."""
-    assert isinstance(fabric, TorchFabric)
     what = WORKLOADS[workload]()
     shared = share_memory(fabric)
     before = resident_bytes("VmRSS")

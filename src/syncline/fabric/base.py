@@ -1,167 +1,114 @@
-"""What every fabric offers.
+"""Fabric: what users, modules and backends hold of the ranks that they talk to. It is made of parts.
 
-A call is checked here and then carried out by the fabric: with messages along a schedule (`messages.py`), or in memory
-that all ranks share (`shm.py`). Every collective starts with an agreement: ranks compare what they are about to do, and
-if they differ all of them raise `Desync` before any data has moved. After that the fabric is still usable. After a lost
-or stalled peer it is not: every later call raises the same error again.
+    transport    how bytes move between the ranks of a group, and the collectives over that
+    health       transport.health: progress of ranks, deaths and who is to blame, abort
+    channels     collectives that only start, for what is inside the library
+    membership   rejoining, where a new process may take the place of one that died
+
+A call is checked here and carried out by the transport, with messages along a schedule or in memory that all ranks
+share.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
 
-from syncline.collectives.execute import OPS, Op, Pending
+from syncline.collectives.execute import Op, Pending
 from syncline.collectives.flat import Algorithm
-from syncline.collectives.registry import algorithm, cheapest, schedule_of
-from syncline.collectives.schedule import Hosts
-from syncline.errors import ConfigError, FabricClosed, UnknownName
-from syncline.fabric.deadlines import Deadlines
-from syncline.fabric.forked import Birthplace
-from syncline.fabric.hosts import hosts_among
-from syncline.specs import text_of
+from syncline.errors import ConfigError, FabricClosed
+from syncline.fabric.calls import Calls, check, check_rank, collective_text, flat_view
+from syncline.fabric.handle import Handle
+from syncline.fabric.transport import Transport
 
 if TYPE_CHECKING:
     from syncline.fabric.channel import Channel
-    from syncline.fabric.newcomers import Door, Doors
-
-MOST_NAME_BYTES = 100  # of an algorithm with its settings; ranks compare it in full
-Note = tuple[int, int, int, int]
-NO_NOTE: Note = (0, 0, 0, 0)
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
+    from syncline.fabric.membership import Membership
 
 
-class Handle(Protocol):
-    """A collective that was started and may still be under way."""
+class Fabric:
+    """The ranks of a group, and what they can do together."""
 
-    def wait(self, deadline_s: float | None = None) -> None:
-        """Return when it is done; raise what it raised, or `FabricError` when it takes longer than the deadline."""
-
-    def done(self) -> bool:
-        """Whether it is over, one way or another."""
-
-    def times(self) -> Times:
-        """When it happened; meaningful once it is done."""
-
-    def finite(self) -> bool | None:
-        """Whether no element of the result is infinite or NaN, the same on every rank; None where that is not known."""
-
-    def on_done(self, call: Callable[[], None]) -> None:
-        """Have something called when it is over, one way or another, in whichever thread; at once if it is."""
-
-
-class Times(NamedTuple):
-    """Of one call, in nanoseconds of `time.monotonic_ns`."""
-
-    began_ns: int
-    met_ns: int  # all ranks had arrived
-    ended_ns: int
-
-
-class Ended(NamedTuple):
-    """What is known of a call that went well."""
-
-    times: Times
-    finite: bool | None = None
-
-
-class Fabric(ABC):
-    """How bytes move between ranks."""
-
-    name: ClassVar[str]
-    latency_s: ClassVar[float] = 150e-6  # of one message: what `auto` assumes
-    bytes_per_s: ClassVar[float] = 1e9  # of one link: what `auto` assumes
-    segment_bytes: int = 4 << 20  # larger has fewer messages, smaller overlaps better
-    has_engine: ClassVar[bool] = False  # an all-reduce of its own, that `collective="engine"` names
-    receives_ahead: bool = True  # receives may be posted before the sends that leave at the same time
-    grain_bytes: ClassVar[int] = 4096  # chunks are cut at multiples of it; small buffers have fewer chunks
-
-    def __init__(self, rank: int, world: int, hosts: Hosts, deadlines: Deadlines) -> None:
-        self.rank = rank
-        self.world = world
-        self.hosts = hosts
-        self.deadlines = deadlines
-        self.birthplace = Birthplace()
-        self.device = torch.device("cpu")
-        self.siblings: list[Fabric] = []  # and subgroups: what is closed with this fabric
-        self.siblings_made = 0
-        self.subgroups_made: Counter[tuple[int, ...]] = Counter()
+    def __init__(
+        self, transport: Transport, engine: Fabric | None = None, membership: Membership | None = None, path: str = ""
+    ) -> None:
+        """`engine`: where `collective="engine"` goes that this transport has not; it is closed with this fabric."""
+        self.transport = transport
+        self.name = transport.name
+        self.rank, self.world, self.hosts = transport.rank, transport.world, transport.group.hosts
+        self.device = transport.device
+        self.deadlines = transport.deadlines
+        self.birthplace = transport.birthplace
+        self.health = transport.health
+        self.incarnation = transport.incarnation  # how many processes had this rank before; 0 is the first start
+        self.has_engine = transport.has_engine
+        self.engine = engine
+        self.membership = membership
+        self.path = path  # which subgroup of which subgroup this is
+        self.children: list[Fabric] = []  # what was made from this fabric, and is closed with it
+        self.made: Counter[tuple[str, tuple[int, ...]]] = Counter()
         self.is_closed = False
-        self.incarnation = 0  # how many processes had this rank before; 0 is the first start
-        self.in_join = False  # a `Sync` on it is, which keeps company to one model alone
-        self.path: tuple[int, ...] = ()  # which sibling of which sibling this is
-        self.doors: Doors | None = None  # where newcomers are possible
+        self.in_join = False  # a `Sync` on it is, which shadows one model alone
         self.before_close: list[Callable[[bool], None]] = []  # of whoever works with this fabric, told of `drain`
         self.at_close: list[Callable[[], None]] = []  # the same, when nothing is under way any more
 
     @property
     def outlived(self) -> bool:
         """Whether the process group that this fabric was made over is no longer one."""
-        return False
+        return self.transport.outlived or (self.engine is not None and self.engine.outlived)
 
-    def sibling(self) -> Self:
-        """Another fabric between the same ranks, whose calls need no common order with those of this one.
+    @cached_property
+    def calls(self) -> Calls:
+        """What users call, carried out by the transport."""
+        return self.transport.calls()
 
-        All ranks make the same siblings in the same order. A sibling is closed with the fabric it was made from.
-        """
-        self.birthplace.require()
-        made = self._sibling()
-        made.path = (*self.path, self.siblings_made)
-        made.doors = self.doors
-        self.siblings_made += 1
-        return self._keep(made)
-
-    def subgroup(self, ranks: Sequence[int]) -> Self:
+    def subgroup(self, ranks: Sequence[int] | None = None) -> Fabric:
         """A fabric between some ranks of this one: rank 0 of it is the first of `ranks`, and so on.
 
             if fabric.rank in (1, 3):
                 pair = fabric.subgroup([1, 3])
+            everyone = fabric.subgroup()
 
         Only its members make it, all with the same `ranks`; the same ranks again give another fabric. Neither making it
         nor its calls need a common order with the calls of this one, and it fails by itself: when a rank dies or
         stalls, this fabric and the subgroups with that rank are broken, and the others go on. Its errors count ranks as
         it does. It is closed with the fabric it was made from.
         """
-        members = self._members(ranks)
-        number = self.subgroups_made[members]
-        self.subgroups_made[members] += 1
-        made = self._subgroup(members, number)
-        made.hosts = hosts_among(self.hosts, members)
-        return self._keep(made)
+        return self._connect("subgroup", range(self.world) if ranks is None else ranks)
 
-    def channel(self) -> Channel:
-        """The collectives of this fabric as calls that only start and are not compared; there is one order of both."""
+    def channel(self, name: str = "", ranks: Sequence[int] | None = None) -> Channel:
+        """Collectives between some ranks that only start and are not compared, in one order.
+
+        Without a name the order is that of this fabric's own calls too. All ranks make channels in the same order.
+        """
+        if name:
+            return self._connect(name, range(self.world) if ranks is None else ranks).channel()
         self.birthplace.require()
-        return self._channel()
+        return self.transport.channel(self.channel)
 
     def abort(self, why: str) -> None:
         """End what is under way, and all that comes, here and on the other ranks; `why` is what they are told."""
         if self.birthplace.is_here() and not self.is_closed:
-            self._abort(f"rank {self.rank} {why}")
-            for sibling in [*self.siblings]:
-                sibling.abort(why)
-
-    def door(self) -> Door | None:
-        """Where ranks that come later find this one; None where there can be no newcomers."""
-        return self.doors.open(self.place_of(self.rank)) if self.doors is not None else None
-
-    def knock_at(self, rank: int) -> Fabric:
-        """On a newcomer: the fabric of two with a rank that was there before it, in which that one is 0."""
-        raise ConfigError(f"rank {self.rank} was there from the start and need not knock; use subgroup()")
-
-    def place_of(self, rank: int) -> str:
-        """The door of a rank in this fabric, by the same name on all ranks."""
-        return f"{self.path}/rank {rank}"
+            self.health.abort(f"rank {self.rank} {why}")
+            for one in self._belonging():
+                one.abort(why)
 
     def with_engine(self) -> Fabric:
         """The fabric that can hand tensors to an engine's own all-reduce."""
-        raise ConfigError(f'collective="engine" needs an engine; the {self.name} fabric has none: use "auto"')
+        if self.has_engine:
+            return self
+        if self.engine is None:
+            raise ConfigError(
+                f'collective="engine" needs a process group, and the {self.name} fabric has none: use "auto", or start '
+                f"with torchrun"
+            )
+        return self.engine
 
     def close(self, drain: bool = True) -> None:
         """Give back what this rank holds. Safe to call twice.
@@ -172,31 +119,33 @@ class Fabric(ABC):
         if not self.birthplace.is_here():
             return
         self.finish(drain)
-        for sibling in [*self.siblings]:
-            sibling.close(drain)
+        for child in [*self.children]:
+            child.close(drain)
         self.is_closed = True
-        self._close(drain)
+        self.transport.close(drain)
+        if self.engine is not None:
+            self.engine.close(drain)
         while self.at_close:
             self.at_close.pop()()
 
     def finish(self, drain: bool = True) -> None:
-        """Let whoever works with this fabric and its siblings come to an end, which with `drain` is an orderly one."""
+        """Let whoever works with this fabric and its children come to an end, which with `drain` is an orderly one."""
         while self.before_close and self.birthplace.is_here():
             self.before_close.pop()(drain)
-        for sibling in [*self.siblings]:
-            sibling.finish(drain)
+        for child in [*self.children]:
+            child.finish(drain)
 
     def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A zeroed flat tensor, in memory that peers can reach where there is such a thing."""
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+        return self.transport.buffer(numel, dtype)
 
     def send(self, tensor: Tensor, to: int) -> Pending:
         """Start sending; the tensor may be changed again after `wait`."""
-        return self.post([(flat_view(tensor), self._peer(to))], [])
+        return self.transport.post([(flat_view(tensor), check_rank(to, self.world))], [])
 
     def receive(self, tensor: Tensor, source: int) -> Pending:
         """Start receiving a tensor of the same size and dtype; it may be read after `wait`."""
-        return self.post([], [(flat_view(tensor), self._peer(source))])
+        return self.transport.post([], [(flat_view(tensor), check_rank(source, self.world))])
 
     def all_reduce(self, tensor: Tensor, op: Op = "sum", collective: str | Algorithm = "auto") -> Tensor:
         """Replace `tensor` on every rank by the sum, mean or maximum over ranks; the same bits everywhere.
@@ -204,8 +153,11 @@ class Fabric(ABC):
         `collective` is an algorithm (`"ring"`, `"tree:arity=4"`, `Ring()`), `"engine"` for the engine's own where there
         is an engine, or `"auto"`. Integers are divided towards zero by `op="mean"`.
         """
-        self._check(tensor, op)
-        self._all_reduce(tensor, op, self._collective(collective, tensor))
+        check(self.transport, tensor, op)
+        text = collective_text(self.transport, collective, tensor)
+        if text == "engine" and not self.has_engine:
+            return self.with_engine().all_reduce(tensor, op, text)
+        self.calls.all_reduce(tensor, op, text)
         return tensor
 
     def all_reduce_async(self, tensor: Tensor, op: Op = "sum", collective: str | Algorithm = "auto") -> Handle:
@@ -213,38 +165,44 @@ class Fabric(ABC):
 
         The tensor belongs to the call until `wait` has returned.
         """
-        self._check(tensor, op)
-        return self._all_reduce_async(tensor, op, self._collective(collective, tensor))
+        check(self.transport, tensor, op)
+        text = collective_text(self.transport, collective, tensor)
+        if text == "engine" and not self.has_engine:
+            raise ConfigError('collective="engine" cannot be started asynchronously here; use "auto"')
+        return self.calls.start_all_reduce(tensor, op, text)
 
     def reduce_scatter(self, tensor: Tensor, op: Op = "sum") -> Tensor:
         """This rank's slice of the flat sum, mean or maximum: ceil(n / W) elements, fewer at the end."""
-        self._check(tensor, op)
-        return self._reduce_scatter(tensor, op)
+        check(self.transport, tensor, op)
+        return self.calls.reduce_scatter(tensor, op)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Everyone's tensor, stacked in order of rank."""
-        self._check(tensor)
-        return self._all_gather(tensor)
+        check(self.transport, tensor)
+        return self.calls.all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Tensor:
         """Replace `tensor` on every rank by that of `root`."""
-        self._check(tensor)
-        self._peer(root)
+        check(self.transport, tensor)
         flat = tensor.detach().contiguous().view(-1)
-        self._broadcast(flat, root)
+        self.calls.broadcast(flat, check_rank(root, self.world))
         if not tensor.is_contiguous():
             tensor.detach().copy_(flat.view(tensor.shape))
         return tensor
 
     def all_to_all(self, tensor: Tensor) -> Tensor:
         """Part i of the result is what rank i had as part `rank`; a tensor is cut into W equal parts."""
-        self._check(tensor)
+        check(self.transport, tensor)
         if tensor.numel() % self.world:
             raise ConfigError(
                 f"{tensor.numel()} elements do not divide into {self.world} equal parts; "
                 f"pad to {-(-tensor.numel() // self.world) * self.world}"
             )
-        return self._all_to_all(tensor.detach().contiguous().view(-1)).view(tensor.shape)
+        return self.calls.all_to_all(tensor.detach().contiguous().view(-1)).view(tensor.shape)
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        self.calls.barrier()
 
     def __enter__(self) -> Self:
         return self
@@ -254,73 +212,29 @@ class Fabric(ABC):
     ) -> None:
         self.close(drain=error is None)
 
-    # What a fabric does its own way.
+    def _belonging(self) -> list[Fabric]:
+        """The fabrics that end with this one."""
+        return [*self.children, *([self.engine] if self.engine is not None else [])]
 
-    @abstractmethod
-    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> Pending:
-        """Start messages that are in flight together. Between two ranks they match in the order of posting."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-
-    @abstractmethod
-    def write_note(self, note: Note) -> None:
-        """Say of this rank what the others can read at any time, also after it was killed or stopped."""
-
-    @abstractmethod
-    def note_of(self, rank: int) -> Note:
-        """What a rank has noted last; it may be a second old."""
-
-    @abstractmethod
-    def _channel(self) -> Channel: ...
-
-    @abstractmethod
-    def _abort(self, why: str) -> None: ...
-
-    @abstractmethod
-    def _sibling(self) -> Self: ...
-
-    @abstractmethod
-    def _subgroup(self, ranks: tuple[int, ...], number: int) -> Self:
-        """The fabric that these ranks make when they have made `number` others before."""
-
-    @abstractmethod
-    def _close(self, drain: bool) -> None: ...
-
-    @abstractmethod
-    def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None: ...
-
-    @abstractmethod
-    def _all_reduce_async(self, tensor: Tensor, op: Op, collective: str) -> Handle: ...
-
-    @abstractmethod
-    def _reduce_scatter(self, tensor: Tensor, op: Op) -> Tensor: ...
-
-    @abstractmethod
-    def _all_gather(self, tensor: Tensor) -> Tensor: ...
-
-    @abstractmethod
-    def _broadcast(self, flat: Tensor, root: int) -> None: ...
-
-    @abstractmethod
-    def _all_to_all(self, flat: Tensor) -> Tensor: ...
-
-    def _auto(self, nbytes: int) -> str:
-        """The algorithm for `"auto"`."""
-        return cheapest(nbytes, self.world, self.hosts, self.latency_s, self.bytes_per_s)
-
-    def _keep(self, made: Self) -> Self:
-        """Close it with this fabric, unless it was closed before."""
-        self.siblings.append(made)
-        made.at_close.append(lambda: self.siblings.remove(made) if made in self.siblings else None)
+    def _connect(self, kind: str, ranks: Sequence[int]) -> Fabric:
+        """A fabric between some ranks with an order of calls of its own, closed with this one."""
+        self.birthplace.require()
+        members = self._members(ranks)
+        name = f"{kind} {self.made[kind, members]}"
+        self.made[kind, members] += 1
+        is_all = members == tuple(range(self.world))
+        made = Fabric(
+            self.transport.connect(members, name),
+            membership=self.membership if is_all else None,
+            path=f"{self.path}/{name}",
+        )
+        self.children.append(made)
+        made.at_close.append(lambda: self.children.remove(made) if made in self.children else None)
         return made
 
-    # What is checked before anything is sent.
-
     def _members(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        self.birthplace.require()
-        members = tuple(int(self._peer(rank)) for rank in ranks)
+        """The ranks of a group that this rank may make."""
+        members = tuple(int(check_rank(rank, self.world)) for rank in ranks)
         if self.is_closed:
             raise FabricClosed("the fabric is closed, so it has no subgroups; make a new one")
         if len(set(members)) < len(members):
@@ -331,52 +245,3 @@ class Fabric(ABC):
                 f"ask first: if fabric.rank in ranks"
             )
         return members
-
-    def _collective(self, collective: str | Algorithm, tensor: Tensor) -> str:
-        """The text that names the algorithm, the same on all ranks that asked for the same in whatever words."""
-        if collective == "auto" or (collective == "engine" and self.world == 1):
-            return self._auto(tensor.nbytes)
-        if collective == "engine":
-            return "engine"
-        chosen = algorithm(collective) if isinstance(collective, str) else collective
-        text = text_of(chosen.name, chosen)
-        if len(text.encode()) > MOST_NAME_BYTES:
-            raise ConfigError(f"{text[:40]}... has more than {MOST_NAME_BYTES} bytes, too many for ranks to compare")
-        schedule_of(text, self.world, self.hosts)  # what is impossible here is refused here
-        return text
-
-    def _check(self, tensor: Tensor, op: str = "sum") -> None:
-        self.birthplace.require()
-        if op not in OPS:
-            raise UnknownName("op", op, OPS)
-        if tensor.dtype not in DTYPES:
-            known = ", ".join(name_of(dtype) for dtype in DTYPES)
-            raise ConfigError(f"{tensor.dtype} cannot be sent; use one of {known}")
-        if tensor.is_sparse or tensor.device.type != self.device.type:
-            raise ConfigError(
-                f"a {tensor.layout} tensor on {tensor.device} cannot be sent; the {self.name} fabric "
-                f"takes dense tensors on {self.device.type}"
-            )
-
-    def _peer(self, rank: int) -> int:
-        if rank not in range(self.world):
-            raise ConfigError(f"{rank} is not a rank of this world; ranks are 0..{self.world - 1}")
-        return rank
-
-
-def describe(call: str, how: str = "", tensor: Tensor | None = None, collective: str = "") -> str:
-    """A call as text: `all_reduce(sum, float32[1000003], ring)`. It is what ranks compare and what errors print."""
-    what = "" if tensor is None else f"{name_of(tensor.dtype)}[{tensor.numel()}]"
-    return f"{call}({', '.join(filter(None, (how, what, collective)))})"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """`float32`"""
-    return str(dtype).removeprefix("torch.")
-
-
-def flat_view(tensor: Tensor) -> Tensor:
-    """The tensor's own memory as one line."""
-    if not tensor.is_contiguous():
-        raise ConfigError(f"a message needs contiguous memory, not strides {tensor.stride()}; use contiguous()")
-    return tensor.detach().view(-1)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 from torch import Tensor
 
-from syncline.fabric.base import DTYPES
-
-try:
-    from syncline import _native as found
-except ImportError:
-    native: ModuleType | None = None
-else:
-    native = found
+from syncline.core.native import native
+from syncline.fabric.calls import DTYPES
 
 
 def divide(total: Tensor, world: int) -> bool | None:

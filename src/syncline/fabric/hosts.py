@@ -9,10 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
-
-from syncline.collectives.schedule import Hosts
 
 
 def host_key() -> int:
@@ -31,17 +28,3 @@ def digest(text: str) -> int:
     """63 bits of it, so that it fits an int64."""
     data = text.encode()
     return (zlib.crc32(data) << 31) ^ zlib.crc32(data[::-1])
-
-
-def hosts_among(hosts: Hosts, ranks: Sequence[int]) -> Hosts:
-    """The hosts of some ranks, which are counted anew in the order given."""
-    host_of = {rank: number for number, host in enumerate(hosts) for rank in host}
-    return group_by_host([host_of[rank] for rank in ranks])
-
-
-def group_by_host(keys: Sequence[int]) -> Hosts:
-    """The ranks of each host, hosts in the order of their first rank."""
-    hosts: dict[int, list[int]] = {}
-    for rank, key in enumerate(keys):
-        hosts.setdefault(key, []).append(rank)
-    return tuple(tuple(ranks) for ranks in hosts.values())

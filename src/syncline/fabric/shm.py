@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,14 +20,18 @@ from torch import Tensor
 from syncline.collectives.execute import Op
 from syncline.collectives.registry import schedule_of
 from syncline.collectives.rows import Rows, compile_rows
-from syncline.collectives.schedule import boundaries, hosts_of_sizes
+from syncline.collectives.schedule import boundaries
+from syncline.core.group import Group
 from syncline.errors import ConfigError, FabricError
-from syncline.fabric.base import Fabric, Note, Times
+from syncline.fabric.base import Fabric
+from syncline.fabric.call_thread import CallThread
+from syncline.fabric.calls import Calls, check_rank
 from syncline.fabric.channel import Channel
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.forked import Birthplace
-from syncline.fabric.torch import TorchFabric
-from syncline.fabric.worker import Worker
+from syncline.fabric.handle import Times, not_done_message
+from syncline.fabric.health import Health, RankProgress
+from syncline.fabric.transport import Messages, Transport
 
 if TYPE_CHECKING:
     from syncline import _native
@@ -71,156 +75,175 @@ def missing() -> str:
     return ""
 
 
-class ShmFabric(Fabric):
+class ShmTransport(Transport):
     """One rank of a group that shares memory."""
 
-    name: ClassVar[str] = "shm"
+    name = "shm"
     segment_bytes: int = 256 << 10
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        rank: int,
-        world: int,
-        deadlines: Deadlines | None = None,
-        engine: TorchFabric | None = None,
-    ) -> None:
+    def __init__(self, meeting: Meeting, rank: int, group: Group, deadlines: Deadlines) -> None:
         if reason := missing():
             raise ConfigError(f"there is no shared-memory fabric: {reason}")
-        if world > MOST_RANKS:
-            raise ConfigError(f'{world} ranks are more than {MOST_RANKS}; use fabric="torch"')
+        if group.world > MOST_RANKS:
+            raise ConfigError(f'{group.world} ranks are more than {MOST_RANKS}; use fabric="torch"')
         from syncline import _native
 
-        deadlines = deadlines or Deadlines()
-        super().__init__(rank, world, hosts_of_sizes([world]), deadlines)
-        self.engine = engine
+        super().__init__(rank, group, deadlines)
         self.meeting = meeting
-        self.waiter = Worker(f"rank {rank} waits")  # for calls of the native thread that somebody wants to be told of
-        self.group: _native.Group = _native.Group(
-            meeting.address, rank, world, meeting.nonce, deadlines.operation, deadlines.join
+        self.waiter = CallThread(
+            f"rank {rank} waits"
+        )  # for calls of the native thread that somebody wants to be told of
+        self.native: _native.Group = _native.Group(
+            meeting.address, rank, group.world, meeting.nonce, deadlines.operation, deadlines.join
         )
+        self.health = ShmHealth(self.native, group.world, self.birthplace)
 
-    @property
-    def outlived(self) -> bool:
-        return self.engine is not None and self.engine.outlived
+    def calls(self) -> ShmCalls:
+        return ShmCalls(self)
 
-    def buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A zeroed flat tensor that peers reach in place. The memory lives as long as the tensor."""
         if numel == 0:
             return torch.zeros(0, dtype=dtype)
-        return torch.from_numpy(self.group.buffer(numel * dtype.itemsize)).view(dtype)
+        return torch.from_numpy(self.native.buffer(numel * dtype.itemsize)).view(dtype)
 
-    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> ShmPending:
+    def auto(self, nbytes: int) -> str:
+        return "auto"
+
+    def post(self, sends: Messages, receives: Messages) -> ShmPending:
         self.birthplace.require()
         waits: list[tuple[Wait, int, int, Tensor]] = []
         for tensor, source in receives:
-            number = self.group.receive(tensor.data_ptr(), tensor.nbytes, source)
-            waits.append((self.group.wait_received, source, number, tensor))
+            number = self.native.receive(tensor.data_ptr(), tensor.nbytes, source)
+            waits.append((self.native.wait_received, source, number, tensor))
         for tensor, to in sends:
-            number = self.group.send(tensor.data_ptr(), tensor.nbytes, to)
-            waits.append((self.group.wait_sent, to, number, tensor))
+            number = self.native.send(tensor.data_ptr(), tensor.nbytes, to)
+            waits.append((self.native.wait_sent, to, number, tensor))
         return ShmPending(self.birthplace, waits, self.deadlines.operation)
 
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
-        self.group.barrier()
+    def channel(self, open_channel: Callable[[str], Channel]) -> ShmChannel:
+        return ShmChannel(self, open_channel)
 
-    def write_note(self, note: Note) -> None:
-        self.birthplace.require()
-        self.group.write_note(note)
+    def connect(self, ranks: tuple[int, ...], name: str) -> ShmTransport:
+        """Where its members meet follows from their ranks and the name, so nothing is sent before."""
+        meeting = self.meeting.aside(f"{name} of {ranks}")
+        return ShmTransport(meeting, ranks.index(self.rank), self.group.among(ranks), self.deadlines)
 
-    def note_of(self, rank: int) -> Note:
-        first, second, third, fourth = self.group.note_of(self._peer(rank))
-        return first, second, third, fourth
-
-    def _channel(self) -> Channel:
-        return ShmChannel(self)
-
-    def _abort(self, why: str) -> None:
-        self.group.abort(why)
-
-    def _sibling(self) -> ShmFabric:
-        """Rank 0 says where to meet. The engine stays with the first one."""
-        nonce = torch.tensor(list(Meeting().nonce), dtype=torch.int32)
-        self.broadcast(nonce)
-        return ShmFabric(Meeting(bytes(nonce.tolist())), self.rank, self.world, self.deadlines)
-
-    def _subgroup(self, ranks: tuple[int, ...], number: int) -> ShmFabric:
-        meeting = self.meeting.aside(f"{number} of {ranks}")
-        return ShmFabric(meeting, ranks.index(self.rank), len(ranks), self.deadlines)
-
-    def _close(self, drain: bool) -> None:
-        self.group.close(drain)
+    def close(self, drain: bool) -> None:
+        self.native.close(drain)
         self.waiter.close(drain=False)
-        if self.engine is not None:
-            self.engine.close(drain)
 
-    def _auto(self, nbytes: int) -> str:
-        return "auto"
+    def rows(self, flat: Tensor, collective: str) -> Rows:
+        """The compiled schedule; sums of 16-bit types are kept in fp32, so elements are at least four bytes."""
+        itemsize = max(flat.element_size(), 4)
+        schedule = schedule_of(collective, self.world, self.group.hosts)
+        segment, grain = self.segment_bytes // itemsize, self.grain_bytes // itemsize
+        return compile_rows(schedule, self.rank, flat.numel(), segment, grain)
 
-    def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None:
-        if collective == "engine":
-            self.with_engine().all_reduce(tensor, op, collective)
-            return
+
+def shm_fabric(meeting: Meeting, rank: int, world: int, deadlines: Deadlines | None = None) -> Fabric:
+    """The fabric of one rank, which returns when all have met."""
+    return Fabric(ShmTransport(meeting, rank, Group.on_hosts([0] * world), deadlines or Deadlines()))
+
+
+class ShmHealth(Health):
+    """Progress and abort are words in shared memory; who died, the native core sees by itself."""
+
+    def __init__(self, native: _native.Group, world: int, birthplace: Birthplace) -> None:
+        self.native = native
+        self.world = world
+        self.birthplace = birthplace
+
+    def publish(self, progress: RankProgress) -> None:
+        self.birthplace.require()
+        self.native.write_note(progress)
+
+    def progress_of(self, rank: int) -> RankProgress:
+        return RankProgress(*self.native.note_of(check_rank(rank, self.world)))
+
+    def abort(self, why: str) -> None:
+        self.native.abort(why)
+
+
+class ShmCalls(Calls):
+    """Calls of the native core, which compares them itself."""
+
+    def __init__(self, transport: ShmTransport) -> None:
+        self.transport = transport
+        self.native = transport.native
+
+    def all_reduce(self, tensor: Tensor, op: Op, collective: str) -> None:
         flat = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         count, dtype, code = flat.numel(), DTYPE_CODES[flat.dtype], OP_CODES[op]
         if collective == "auto":
-            self.group.all_reduce(flat.data_ptr(), count, dtype, code, collective)
+            self.native.all_reduce(flat.data_ptr(), count, dtype, code, collective)
         else:
-            self.group.run_schedule(flat.data_ptr(), count, dtype, code, self._rows(flat, collective), collective)
+            rows = self.transport.rows(flat, collective)
+            self.native.run_schedule(flat.data_ptr(), count, dtype, code, rows, collective)
         if flat is not tensor:
             tensor.detach().copy_(flat)
 
-    def _all_reduce_async(self, tensor: Tensor, op: Op, collective: str) -> ShmHandle:
-        if collective == "engine":
-            raise ConfigError('collective="engine" cannot be started asynchronously here; use "auto"')
+    def start_all_reduce(self, tensor: Tensor, op: Op, collective: str) -> ShmHandle:
         flat = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         count, dtype, code = flat.numel(), DTYPE_CODES[flat.dtype], OP_CODES[op]
         if collective == "auto":
-            native = self.group.submit(flat.data_ptr(), count, dtype, code, collective)
+            handle = self.native.submit(flat.data_ptr(), count, dtype, code, collective)
         else:
-            rows = self._rows(flat, collective)
-            native = self.group.submit_schedule(flat.data_ptr(), count, dtype, code, rows, collective)
-        return ShmHandle(self, native, tensor, flat)
+            rows = self.transport.rows(flat, collective)
+            handle = self.native.submit_schedule(flat.data_ptr(), count, dtype, code, rows, collective)
+        return ShmHandle(self.transport, handle, tensor, flat)
 
-    def _reduce_scatter(self, tensor: Tensor, op: Op) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, op: Op) -> Tensor:
         """The native call wants equal slices, so the end is filled up."""
-        bounds = boundaries(tensor.numel(), self.world)
+        world, rank = self.transport.world, self.transport.rank
+        bounds = boundaries(tensor.numel(), world)
         size = bounds[1]
         given = tensor.detach().contiguous().view(-1)
-        if size * self.world != given.numel():
-            given = torch.cat([given, given.new_zeros(size * self.world - given.numel())])
+        if size * world != given.numel():
+            given = torch.cat([given, given.new_zeros(size * world - given.numel())])
         taken = torch.empty(size, dtype=tensor.dtype)
         code = DTYPE_CODES[tensor.dtype]
-        self.group.reduce_scatter(given.data_ptr(), taken.data_ptr(), size, code, OP_CODES[op], f"{tensor.numel()}")
-        return taken[: bounds[self.rank + 1] - bounds[self.rank]]
+        self.native.reduce_scatter(given.data_ptr(), taken.data_ptr(), size, code, OP_CODES[op], f"{tensor.numel()}")
+        return taken[: bounds[rank + 1] - bounds[rank]]
 
-    def _all_gather(self, tensor: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         given = tensor.detach().contiguous()
-        gathered = tensor.new_empty(self.world, *tensor.shape)
-        self.group.all_gather(given.data_ptr(), gathered.data_ptr(), given.numel(), DTYPE_CODES[given.dtype])
+        gathered = tensor.new_empty(self.transport.world, *tensor.shape)
+        self.native.all_gather(given.data_ptr(), gathered.data_ptr(), given.numel(), DTYPE_CODES[given.dtype])
         return gathered
 
-    def _broadcast(self, flat: Tensor, root: int) -> None:
-        self.group.broadcast(flat.data_ptr(), flat.numel(), DTYPE_CODES[flat.dtype], root)
+    def broadcast(self, flat: Tensor, root: int) -> None:
+        self.native.broadcast(flat.data_ptr(), flat.numel(), DTYPE_CODES[flat.dtype], root)
 
-    def _all_to_all(self, flat: Tensor) -> Tensor:
+    def all_to_all(self, flat: Tensor) -> Tensor:
         taken = torch.empty_like(flat)
-        part = flat.numel() // self.world
-        self.group.all_to_all(flat.data_ptr(), taken.data_ptr(), part, DTYPE_CODES[flat.dtype])
+        part = flat.numel() // self.transport.world
+        self.native.all_to_all(flat.data_ptr(), taken.data_ptr(), part, DTYPE_CODES[flat.dtype])
         return taken
 
-    def with_engine(self) -> TorchFabric:
-        if self.engine is None:
-            raise ConfigError('collective="engine" needs a process group; start with torchrun, or use "auto"')
-        return self.engine
+    def barrier(self) -> None:
+        self.native.barrier()
 
-    def _rows(self, flat: Tensor, collective: str) -> Rows:
-        """The compiled schedule; sums of 16-bit types are kept in fp32, so elements are at least four bytes."""
-        itemsize = max(flat.element_size(), 4)
-        schedule = schedule_of(collective, self.world, self.hosts)
-        segment, grain = self.segment_bytes // itemsize, self.grain_bytes // itemsize
-        return compile_rows(schedule, self.rank, flat.numel(), segment, grain)
+
+class ShmChannel(Channel):
+    """Calls in the hands of the native worker thread, which carries them out in their order."""
+
+    transport: ShmTransport
+
+    def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> ShmHandle:
+        return ShmCalls(self.transport).start_all_reduce(tensor, op, collective)
+
+    def _all_gather(self, gathered: Tensor, own: Tensor) -> ShmHandle:
+        handle = self.transport.native.submit_all_gather(
+            own.data_ptr(), gathered.data_ptr(), own.numel(), DTYPE_CODES[own.dtype]
+        )
+        return ShmHandle(self.transport, handle, gathered, gathered).keeping(own)
+
+    def _exchange(self, taken: Tensor, parts: Tensor) -> ShmHandle:
+        handle = self.transport.native.submit_all_to_all(
+            parts.data_ptr(), taken.data_ptr(), parts.numel() // self.world, DTYPE_CODES[parts.dtype]
+        )
+        return ShmHandle(self.transport, handle, taken, taken).keeping(parts)
 
 
 class ShmPending:
@@ -242,8 +265,8 @@ class ShmPending:
 class ShmHandle:
     """A call in the hands of the native worker thread; its tensors are kept alive until it is done."""
 
-    def __init__(self, fabric: ShmFabric, native: _native.Handle, tensor: Tensor, flat: Tensor) -> None:
-        self.fabric = fabric
+    def __init__(self, transport: ShmTransport, native: _native.Handle, tensor: Tensor, flat: Tensor) -> None:
+        self.transport = transport
         self.native = native
         self.tensor = tensor
         self.flat = flat
@@ -256,15 +279,12 @@ class ShmHandle:
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Return when it is done; raise what it raised."""
-        self.fabric.birthplace.require()
+        self.transport.birthplace.require()
         if deadline_s is None:
             while not self.native.wait(SIGNALS_S):  # Python looks for Ctrl-C in between
                 pass
         elif not self.native.wait(deadline_s):
-            raise FabricError(
-                f"a collective is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
-                f"{self.fabric.deadlines.operation} s late"
-            )
+            raise FabricError(not_done_message("a collective", deadline_s, self.transport.deadlines.operation))
         if self.flat is not self.tensor:
             self.tensor.detach().copy_(self.flat)
             self.flat = self.tensor
@@ -282,7 +302,7 @@ class ShmHandle:
             call()
             return Times(0, 0, 0)
 
-        self.fabric.waiter.submit(wait, "a collective", self.fabric.deadlines.operation)
+        self.transport.waiter.submit(wait, "a collective", self.transport.deadlines.operation)
 
     def times(self) -> Times:
         """When it happened."""
@@ -291,24 +311,3 @@ class ShmHandle:
     def finite(self) -> bool | None:
         """Whether no element of the result is infinite or NaN; known without a schedule, where there are peers."""
         return self.native.finite()
-
-
-class ShmChannel(Channel):
-    """Calls in the hands of the native worker thread, which carries them out in their order."""
-
-    fabric: ShmFabric
-
-    def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> ShmHandle:
-        return self.fabric._all_reduce_async(tensor, op, collective)
-
-    def _all_gather(self, gathered: Tensor, own: Tensor) -> ShmHandle:
-        native = self.fabric.group.submit_all_gather(
-            own.data_ptr(), gathered.data_ptr(), own.numel(), DTYPE_CODES[own.dtype]
-        )
-        return ShmHandle(self.fabric, native, gathered, gathered).keeping(own)
-
-    def _exchange(self, taken: Tensor, parts: Tensor) -> ShmHandle:
-        native = self.fabric.group.submit_all_to_all(
-            parts.data_ptr(), taken.data_ptr(), parts.numel() // self.fabric.world, DTYPE_CODES[parts.dtype]
-        )
-        return ShmHandle(self.fabric, native, taken, taken).keeping(parts)

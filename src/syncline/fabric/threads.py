@@ -19,19 +19,19 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.collectives.schedule import Hosts, hosts_of_sizes
+from syncline.core.group import Group
 from syncline.errors import ConfigError, Desync, FabricClosed, PeerAborted, PeerError
-from syncline.fabric.base import NO_NOTE, Note
-from syncline.fabric.blame import Kind, culprit, peer_error
+from syncline.fabric.base import Fabric
+from syncline.fabric.calls import MessageCalls, check_rank
+from syncline.fabric.channel import Channel, MessageChannel
 from syncline.fabric.deadlines import Deadlines
-from syncline.fabric.hosts import hosts_among
-from syncline.fabric.messages import MessageFabric
+from syncline.fabric.health import NO_PROGRESS, Health, Kind, RankProgress, culprit, peer_error
+from syncline.fabric.transport import Messages, MessageTransport
 
 
 class ScriptedDeath(Exception):
@@ -47,7 +47,7 @@ class Fault(ABC):
     call: int = 1  # the first collective is 1
 
     @abstractmethod
-    def strike(self, fabric: ThreadsFabric) -> None:
+    def strike(self, transport: ThreadsTransport) -> None:
         """Let it happen, in the thread of that rank."""
 
 
@@ -55,16 +55,16 @@ class Fault(ABC):
 class Dies(Fault):
     """The rank ends there and then."""
 
-    def strike(self, fabric: ThreadsFabric) -> None:
-        raise ScriptedDeath(f"rank {self.rank} dies by script in round {self.round} of {fabric.during}")
+    def strike(self, transport: ThreadsTransport) -> None:
+        raise ScriptedDeath(f"rank {self.rank} dies by script in round {self.round} of {transport.during}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stalls(Fault):
     """The rank does nothing until everybody else has given up on it."""
 
-    def strike(self, fabric: ThreadsFabric) -> None:
-        fabric.group.sleep_until_failure()
+    def strike(self, transport: ThreadsTransport) -> None:
+        transport.shared.sleep_until_failure()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class SendsLate(Fault):
 
     seconds: float = 0.1
 
-    def strike(self, fabric: ThreadsFabric) -> None:
+    def strike(self, transport: ThreadsTransport) -> None:
         time.sleep(self.seconds)
 
 
@@ -87,10 +87,10 @@ class Threads:
 
     def group(self, world: int) -> ThreadGroup:
         """The shared part of all ranks."""
-        hosts = hosts_of_sizes(self.host_sizes or [world])
-        if sum(map(len, hosts)) != world:
-            raise ConfigError(f"host_sizes={list(self.host_sizes)} add up to {sum(map(len, hosts))}, not {world}")
-        return ThreadGroup(world, hosts, self.faults, self.deadlines)
+        host_of = [host for host, size in enumerate(self.host_sizes or [world]) for _ in range(size)]
+        if len(host_of) != world:
+            raise ConfigError(f"host_sizes={list(self.host_sizes)} add up to {len(host_of)}, not {world}")
+        return ThreadGroup(Group.on_hosts(host_of), self.faults, self.deadlines)
 
 
 @dataclass(eq=False)
@@ -113,7 +113,7 @@ class Expected:
 
 
 @dataclass
-class Channel:
+class Mailbox:
     """The messages from one rank to another, numbered on both sides."""
 
     messages: dict[int, Message] = field(default_factory=dict)
@@ -122,44 +122,36 @@ class Channel:
 
 
 class ThreadGroup:
-    """What the ranks of one process share: the channels, and the board that says who waits for whom."""
+    """What the ranks of one process share: mailboxes, who waits for whom, how far each is, and what has failed."""
 
-    def __init__(self, world: int, hosts: Hosts, faults: Sequence[Fault], deadlines: Deadlines) -> None:
-        self.world = world
-        self.hosts = hosts
+    def __init__(self, group: Group, faults: Sequence[Fault], deadlines: Deadlines) -> None:
+        self.group = group
+        self.world = world = group.world
         self.faults = faults
         self.deadlines = deadlines
         self.lock = threading.Lock()
         self.wake = [threading.Condition(self.lock) for _ in range(world)]
-        self.channels = {(src, dst): Channel() for src in range(world) for dst in range(world)}
+        self.mailboxes = {(src, dst): Mailbox() for src in range(world) for dst in range(world)}
         self.waits_for: dict[int, int] = {}
         self.gone: set[int] = set()
-        self.notes = [NO_NOTE] * world
-        self.siblings: list[ThreadGroup] = []
-        self.subgroups: dict[tuple[tuple[int, ...], int], ThreadGroup] = {}  # by ranks, and how many came before
+        self.progress = [NO_PROGRESS] * world
+        self.subgroups: dict[tuple[tuple[int, ...], str], ThreadGroup] = {}
         self.failure: PeerError | None = None
         self.failed: set[int] = set()  # ranks that have raised it, and the one that is to blame: none takes part again
 
-    def fabric(self, rank: int) -> ThreadsFabric:
+    def fabric(self, rank: int) -> Fabric:
         """One rank's end."""
-        return ThreadsFabric(self, rank)
+        return Fabric(ThreadsTransport(self, rank))
 
-    def sibling(self, number: int) -> ThreadGroup:
-        """Another group of the same ranks; the rank that comes first makes it."""
-        with self.lock:
-            if number == len(self.siblings):
-                self.siblings.append(ThreadGroup(self.world, self.hosts, self.faults, self.deadlines))
-            return self.siblings[number]
-
-    def subgroup(self, ranks: tuple[int, ...], number: int) -> ThreadGroup:
+    def subgroup(self, ranks: tuple[int, ...], name: str) -> ThreadGroup:
         """A group of some of the ranks; the rank that comes first makes it, and those that are gone never come."""
         with self.lock:
-            if (ranks, number) not in self.subgroups:
+            if (ranks, name) not in self.subgroups:
                 faults = [replace(fault, rank=ranks.index(fault.rank)) for fault in self.faults if fault.rank in ranks]
-                made = ThreadGroup(len(ranks), hosts_among(self.hosts, ranks), faults, self.deadlines)
+                made = ThreadGroup(self.group.among(ranks), faults, self.deadlines)
                 made.gone.update(ranks.index(rank) for rank in self.gone.intersection(ranks))
-                self.subgroups[ranks, number] = made
-            return self.subgroups[ranks, number]
+                self.subgroups[ranks, name] = made
+            return self.subgroups[ranks, name]
 
     def leave(self, rank: int) -> None:
         """A rank ends, one way or another; whoever waits for it is told."""
@@ -168,7 +160,7 @@ class ThreadGroup:
             self.waits_for.pop(rank, None)
             self.notify_all()
             subgroups = [(group, ranks.index(rank)) for (ranks, _), group in self.subgroups.items() if rank in ranks]
-        for group, number in [*((sibling, rank) for sibling in self.siblings), *subgroups]:
+        for group, number in subgroups:
             group.leave(number)
 
     def fail(self, rank: int, peer: int, during: str, waited_s: float) -> PeerError:
@@ -201,42 +193,52 @@ class ThreadGroup:
                 self.wake[0].wait(0.05)
 
 
-class ThreadsFabric(MessageFabric):
+class ThreadsTransport(MessageTransport):
     """One rank of a group of threads."""
 
-    name: ClassVar[str] = "threads"
-    latency_s: ClassVar[float] = 50e-6
-    bytes_per_s: ClassVar[float] = 5e9
+    name = "threads"
+    latency_s = 50e-6
+    bytes_per_s = 5e9
 
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        super().__init__(rank, group.world, group.hosts, group.deadlines)
-        self.group = group
+    def __init__(self, shared: ThreadGroup, rank: int) -> None:
+        super().__init__(rank, shared.group, shared.deadlines)
+        self.shared = shared
         self.expected: list[Expected] = []
+        self.health = ThreadsHealth(shared, rank)
 
-    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> ThreadsPending:
+    def calls(self) -> MessageCalls:
+        return MessageCalls(self)
+
+    def channel(self, open_channel: Callable[[str], Channel]) -> MessageChannel:
+        return MessageChannel(self, open_channel)
+
+    def connect(self, ranks: tuple[int, ...], name: str) -> ThreadsTransport:
+        return ThreadsTransport(self.shared.subgroup(ranks, name), ranks.index(self.rank))
+
+    def post(self, sends: Messages, receives: Messages) -> ThreadsPending:
         self.birthplace.require()
         sending: list[tuple[Message, int]] = []
         receiving: list[Expected] = []
-        with self.group.lock:
+        with self.shared.lock:
             for tensor, to in sends:
-                channel = self.group.channels[self.rank, to]
+                mailbox = self.shared.mailboxes[self.rank, to]
                 message = Message(tensor)
-                channel.messages[channel.sent] = message
-                channel.sent += 1
+                mailbox.messages[mailbox.sent] = message
+                mailbox.sent += 1
                 sending.append((message, to))
-                self.group.wake[to].notify_all()
+                self.shared.wake[to].notify_all()
             for tensor, source in receives:
-                channel = self.group.channels[source, self.rank]
-                receiving.append(Expected(tensor, source, channel.expected))
-                channel.expected += 1
+                mailbox = self.shared.mailboxes[source, self.rank]
+                receiving.append(Expected(tensor, source, mailbox.expected))
+                mailbox.expected += 1
         self.expected += receiving
         return ThreadsPending(self, sending, receiving)
 
     def take_what_has_come(self) -> None:
         """Take every message that is there for a receive that was posted, whoever waits for what."""
         for expected in [*self.expected]:
-            with self.group.lock:
-                message = self.group.channels[expected.source, self.rank].messages.pop(expected.number, None)
+            with self.shared.lock:
+                message = self.shared.mailboxes[expected.source, self.rank].messages.pop(expected.number, None)
             if message is not None:
                 self._take(expected, message)
                 self.expected.remove(expected)
@@ -251,49 +253,53 @@ class ThreadsFabric(MessageFabric):
                 f"which expected {wanted.dtype}[{wanted.numel()}]"
             )
         expected.done = True
-        with self.group.lock:
+        with self.shared.lock:
             message.done = True
-            self.group.wake[expected.source].notify_all()
+            self.shared.wake[expected.source].notify_all()
 
     def enter_round(self, number: int) -> None:
-        for fault in self.group.faults:
-            if (fault.rank, fault.call, fault.round) == (self.rank, self.calls, number):
+        for fault in self.shared.faults:
+            if (fault.rank, fault.call, fault.round) == (self.rank, self.call_count, number):
                 fault.strike(self)
 
-    def write_note(self, note: Note) -> None:
-        self.group.notes[self.rank] = note
-
-    def note_of(self, rank: int) -> Note:
-        return self.group.notes[self._peer(rank)]
-
-    def _abort(self, why: str) -> None:
-        self.group.abort(self.rank, why)
-
-    def _sibling(self) -> ThreadsFabric:
-        return self.group.sibling(self.siblings_made).fabric(self.rank)
-
-    def _subgroup(self, ranks: tuple[int, ...], number: int) -> ThreadsFabric:
-        return self.group.subgroup(ranks, number).fabric(ranks.index(self.rank))
-
-    def _close(self, drain: bool) -> None:
+    def close(self, drain: bool) -> None:
         if not drain:
-            self.group.leave(self.rank)
-        super()._close(drain)
-        self.group.leave(self.rank)
+            self.shared.leave(self.rank)
+        super().close(drain)
+        self.shared.leave(self.rank)
+
+
+class ThreadsHealth(Health):
+    """Everybody reads and writes the same memory."""
+
+    def __init__(self, shared: ThreadGroup, rank: int) -> None:
+        self.shared = shared
+        self.rank = rank
+
+    def publish(self, progress: RankProgress) -> None:
+        self.shared.progress[self.rank] = progress
+
+    def progress_of(self, rank: int) -> RankProgress:
+        return self.shared.progress[check_rank(rank, self.shared.world)]
+
+    def abort(self, why: str) -> None:
+        self.shared.abort(self.rank, why)
 
 
 class ThreadsPending:
     """Messages between threads under way."""
 
-    def __init__(self, fabric: ThreadsFabric, sending: list[tuple[Message, int]], receiving: list[Expected]) -> None:
-        self.fabric = fabric
+    def __init__(
+        self, transport: ThreadsTransport, sending: list[tuple[Message, int]], receiving: list[Expected]
+    ) -> None:
+        self.transport = transport
         self.sending = sending
         self.receiving = receiving
 
     def wait(self, deadline_s: float | None = None) -> None:
         """See that all has arrived, then that all that was sent has been taken."""
-        self.fabric.birthplace.require()
-        until = time.monotonic() + (deadline_s or self.fabric.deadlines.operation)
+        self.transport.birthplace.require()
+        until = time.monotonic() + (deadline_s or self.transport.deadlines.operation)
         for expected in self.receiving:
             self._wait(expected, expected.source, until)
             if expected.problem:
@@ -303,14 +309,14 @@ class ThreadsPending:
 
     def _wait(self, one: Message | Expected, peer: int, until: float) -> None:
         """Wait for a peer, and meanwhile take what comes from any."""
-        group = self.fabric.group
+        group = self.transport.shared
         while True:
-            self.fabric.take_what_has_come()
+            self.transport.take_what_has_come()
             with group.lock:
                 if one.done:
                     return
                 if not any(
-                    e.number in group.channels[e.source, self.fabric.rank].messages for e in self.fabric.expected
+                    e.number in group.mailboxes[e.source, self.transport.rank].messages for e in self.transport.expected
                 ):
                     self._sleep(peer, until)
 
@@ -320,16 +326,16 @@ class ThreadsPending:
         A failure of the group concerns those who wait for a rank that has failed with it. A call that all ranks have
         begun before comes to its end, though one of them may be slow to wake up.
         """
-        fabric, group = self.fabric, self.fabric.group
+        transport, group = self.transport, self.transport.shared
         left = until - time.monotonic()
-        if fabric.rank in group.gone:
+        if transport.rank in group.gone:
             raise FabricClosed("the fabric was closed while a call was under way")
         if peer not in group.gone and peer not in group.failed and left > 0:
-            group.waits_for[fabric.rank] = peer
-            group.wake[fabric.rank].wait(left)
+            group.waits_for[transport.rank] = peer
+            group.wake[transport.rank].wait(left)
             if group.failure is None and time.monotonic() < until:
-                group.waits_for.pop(fabric.rank, None)
+                group.waits_for.pop(transport.rank, None)
             return
-        error = group.fail(fabric.rank, peer, fabric.during, fabric.deadlines.operation - left)
-        fabric.broken = error
+        error = group.fail(transport.rank, peer, transport.during, transport.deadlines.operation - left)
+        transport.health.failure = error
         raise error

@@ -1,131 +1,280 @@
 """Torch: any torch.distributed process group. Gloo is tested here; NCCL and MPI are written to work and untested.
 
 Schedules run over the group's point-to-point calls; `collective="engine"` hands the tensor to its own all-reduce.
-When a message fails, ranks hold an inquest through the group's store, so that all of them name the rank that is to
-blame and not the neighbour that gave up before them.
+When a message fails, ranks attribute the failure through the group's store, so that all of them name the rank that is
+to blame and not the neighbour that gave up before them.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from syncline.collectives.execute import HALVES, Op
-from syncline.collectives.schedule import Hosts
+from syncline.core.group import Group
 from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed, PeerAborted
-from syncline.fabric.base import Ended, Handle, Note, Times, describe
-from syncline.fabric.blame import Kind
-from syncline.fabric.board import Board
+from syncline.fabric.abort_watch import AbortWatch
+from syncline.fabric.attribution import FailureAttribution
+from syncline.fabric.base import Fabric
+from syncline.fabric.calls import MessageCalls, check_rank, describe
 from syncline.fabric.channel import Channel, MessageChannel
 from syncline.fabric.deadlines import Deadlines
 from syncline.fabric.divide import divide
-from syncline.fabric.hosts import group_by_host, host_key
-from syncline.fabric.inquest import Inquest
-from syncline.fabric.messages import MessageFabric
+from syncline.fabric.handle import Ended, Handle, Times, not_done_message
+from syncline.fabric.health import Health, Kind, RankProgress
+from syncline.fabric.hosts import host_key
+from syncline.fabric.process_groups import close_connections, exists, keeper_of_store, make_group
+from syncline.fabric.progress_store import ProgressStore
+from syncline.fabric.transport import Messages, MessageTransport
 
 AT_ONCE_BYTES = 128 << 10  # of a message that goes from everyone to everyone: more would meet in the queue of a link
 AT_ONCE_RANKS = 16
-LANDING_S = 5.0  # for calls of the engine that all ranks have begun, when a fabric is closed without waiting
+DRAIN_S = 5.0  # for calls of the engine that all ranks have begun, when a fabric is closed without waiting
 BETWEEN_HOSTS_BYTES = 256 << 10  # of a segment: a slow link is kept busy while the owner of a slice adds
 
 
-class TorchFabric(MessageFabric):
+class TorchTransport(MessageTransport):
     """One rank of a torch.distributed process group."""
 
-    name: ClassVar[str] = "torch"
-    has_engine: ClassVar[bool] = True
+    name = "torch"
+    has_engine = True
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, deadlines: Deadlines | None = None, owns_group: bool = False
+        self,
+        process_group: dist.ProcessGroup,
+        group: Group,
+        deadlines: Deadlines,
+        owns_group: bool = False,
+        parent: TorchTransport | None = None,
     ) -> None:
-        """`owns_group`: closing the fabric destroys the group."""
-        if not dist.is_initialized():
-            raise ConfigError("there is no process group; call syncline.init() or dist.init_process_group() first")
-        chosen = group if group is not None else dist.group.WORLD
-        if not isinstance(chosen, dist.ProcessGroup) or chosen.rank() < 0:
-            raise ConfigError("this rank is not a member of the process group; make the fabric on its members")
-        rank, world = chosen.rank(), chosen.size()
-        super().__init__(rank, world, ((rank,),), deadlines or Deadlines())
+        """`owns_group`: closing the transport destroys the process group."""
+        super().__init__(process_group.rank(), group, deadlines)
         # A world's store keeps its port, and what was said in it, until nobody holds the group that the user destroys.
         self.find_group: Callable[[], dist.ProcessGroup | None] = (
-            weakref.ref(chosen) if chosen is dist.group.WORLD else lambda: chosen
+            weakref.ref(process_group) if process_group is dist.group.WORLD else lambda: process_group
         )
-        self.backend = dist.get_backend(chosen)
+        self.backend = dist.get_backend(process_group)
         self.owns_group = owns_group
+        self.is_closed = False
+        self.group_name = process_group.group_name
+        self.nonce = 0  # no other transport over this process group has it
         if self.backend == "nccl":
             self.device = torch.device("cuda", torch.cuda.current_device())
             self.receives_ahead = False
-        self.inquest = Inquest(lambda: self.group, rank, world, keeper_of_store(chosen))
-        self.judging = threading.Lock()
-        self.starting = threading.Lock()
-        self.aloft: list[dist.Work] = []  # calls of the engine
-        self.board = Board(lambda: self.group, rank)
-        self.hosts, self.nonce = self._meet()
-        if len(self.hosts) > 1:
+        if len(group.hosts) > 1:
             self.segment_bytes = BETWEEN_HOSTS_BYTES
+        self.health: TorchHealth = TorchHealth(self, parent.health.watch if parent is not None else None)
+
+    @classmethod
+    def over(cls, process_group: dist.ProcessGroup, deadlines: Deadlines, owns_group: bool = False) -> TorchTransport:
+        """Learn which ranks share a host, and a number that no other transport over this process group has.
+
+        These are the first messages of the process group, so they have the deadline for joining.
+        """
+        patient = Deadlines(deadlines.join, deadlines.join)
+        transport = cls(process_group, Group.on_hosts([0] * process_group.size()), patient, owns_group)
+        own = torch.tensor([host_key(), secrets.randbits(62)], device=transport.device)
+        told = transport.calls().all_gather(own).tolist()
+        transport.group, transport.deadlines = Group.on_hosts([key for key, _ in told]), deadlines
+        transport.nonce = told[0][1]
+        if len(transport.group.hosts) > 1:
+            transport.segment_bytes = BETWEEN_HOSTS_BYTES
+        return transport
 
     @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group, until this fabric is closed or the user destroys it."""
-        group = self.find_group()
-        if group is None:
+    def process_group(self) -> dist.ProcessGroup:
+        """The process group, until this transport is closed or the user destroys it."""
+        found = self.find_group()
+        if found is None:
             raise FabricClosed("the fabric is closed, or its process group was destroyed; make a new one")
-        return group
+        return found
+
+    def calls(self) -> TorchCalls:
+        return TorchCalls(self)
 
     @property
     def outlived(self) -> bool:
-        return not self.is_closed and self.find_group() not in _world.pg_map
+        return not self.is_closed and not exists(self.find_group())
 
-    def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> TorchPending:
+    def channel(self, open_channel: Callable[[str], Channel]) -> TorchChannel:
+        self.health.listen()
+        return TorchChannel(self, open_channel)
+
+    def post(self, sends: Messages, receives: Messages) -> TorchPending:
         self.birthplace.require()
+        group, started = self.process_group, time.monotonic()
         try:
             if self.backend == "nccl":
                 return TorchPending(self, self._post_together(sends, receives))
-            works = [(self.group.recv([tensor], source, 0), source) for tensor, source in receives]
-            works += [(self.group.send([tensor], to, 0), to) for tensor, to in sends]
+            works = [(group.recv([tensor], source, 0), source) for tensor, source in receives]
+            works += [(group.send([tensor], to, 0), to) for tensor, to in sends]
             return TorchPending(self, works)
         except RuntimeError as error:
             peers = [peer for _, peer in [*receives, *sends]]
-            raise self.failed(peers[0] if peers else None, error, time.monotonic()) from error
+            raise self.health.failed(peers[0] if peers else None, error, started, self.during) from error
 
-    def _post_together(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]
-    ) -> list[tuple[dist.Work, int]]:
+    def _post_together(self, sends: Messages, receives: Messages) -> list[tuple[dist.Work, int]]:
         """NCCL needs the messages of a step as one group, or two ranks that both send first block each other."""
         messages = [(dist.irecv, *receive) for receive in receives] + [(dist.isend, *send) for send in sends]
-        ranks = dist.get_process_group_ranks(self.group)
-        calls = [dist.P2POp(call, tensor, ranks[peer], self.group) for call, tensor, peer in messages]
+        ranks = dist.get_process_group_ranks(self.process_group)
+        calls = [dist.P2POp(call, tensor, ranks[peer], self.process_group) for call, tensor, peer in messages]
         works = dist.batch_isend_irecv(calls)
         return list(zip(works, (peer for _, _, peer in messages), strict=False))
 
-    def _engine_all_reduce(self, tensor: Tensor, op: Op) -> Callable[[], bool | None]:
+    def connect(self, ranks: tuple[int, ...], name: str) -> TorchTransport:
+        """Its members make a process group under a name that only they use, and only once."""
+        if self.backend == "mpi" and len(ranks) < self.world:
+            raise ConfigError("all ranks of MPI make a group together, so some alone make none; use Gloo or NCCL")
+        parent, rank = self.process_group, ranks.index(self.rank)
+        in_world = dist.get_process_group_ranks(parent)
+        full_name = f"{self.group_name}/{self.nonce:x}/{name} of {ranks}"
+        patience, started = timedelta(seconds=self.deadlines.join), time.monotonic()
+        store = parent.get_group_store()
+        try:
+            made = make_group(store, full_name, [in_world[one] for one in ranks], rank, self.backend, patience)
+        except JoinFailed as error:
+            if "by peer" not in str(error):  # which has closed or reset its connection: it was there, and is gone
+                raise
+            keeper = self.health.attribution.keeper
+            keeper = ranks.index(keeper) if keeper in ranks else None
+            its_store = PrefixStore(f"{full_name}/", store)
+            attribution = FailureAttribution(lambda: its_store, lambda: None, rank, len(ranks), keeper)
+            raise attribution.blame(None, "lost", f"the making of {name}", time.monotonic() - started) from error
+        return TorchTransport(made, self.group.among(ranks), self.deadlines, owns_group=True, parent=self)
+
+    def close(self, drain: bool) -> None:
+        self.is_closed = True
+        self.health.close(drain)
+        super().close(drain)
+        # Torch ends the group's threads when the last reference goes, and must not find that one at exit.
+        group, self.find_group = self.find_group(), lambda: None
+        if self.owns_group and exists(group):  # whichever thread closes it first, if the user has not
+            dist.destroy_process_group(None if group is dist.group.WORLD else group)
+        self.owns_group = False
+
+
+def torch_fabric(
+    process_group: dist.ProcessGroup | None = None, deadlines: Deadlines | None = None, owns_group: bool = False
+) -> Fabric:
+    """The fabric over a process group, or over that of all ranks; made by all its members together."""
+    if not dist.is_initialized():
+        raise ConfigError("there is no process group; call syncline.init() or dist.init_process_group() first")
+    chosen = process_group if process_group is not None else dist.group.WORLD
+    if not isinstance(chosen, dist.ProcessGroup) or chosen.rank() < 0:
+        raise ConfigError("this rank is not a member of the process group; make the fabric on its members")
+    return Fabric(TorchTransport.over(chosen, deadlines or Deadlines(), owns_group))
+
+
+class TorchHealth(Health):
+    """Progress and failures are written to the store of the process group."""
+
+    def __init__(self, transport: TorchTransport, watch: AbortWatch | None) -> None:
+        """`watch`: that of the transport which this one was made from."""
+        self.transport = transport
+        self.owns_watch = watch is None
+        self.watch = watch or AbortWatch(self._find_store, transport.rank)
+        keeper = keeper_of_store(transport.process_group)
+        self.attribution = FailureAttribution(
+            self._find_store, self._close_connections, transport.rank, transport.world, keeper
+        )
+        self.progress = ProgressStore(self._find_store, transport.rank)
+        self.judging = threading.Lock()
+        self.starting = threading.Lock()
+        self.in_flight: list[dist.Work] = []  # calls of the engine
+
+    def publish(self, progress: RankProgress) -> None:
+        self.progress.publish(progress)
+
+    def progress_of(self, rank: int) -> RankProgress:
+        return self.progress.read(check_rank(rank, self.transport.world))
+
+    def listen(self) -> None:
+        """Hear of an abort by another rank also while this one waits for a third."""
+        if self.transport.world > 1:
+            self.watch.add(self._name, self._aborted)
+
+    def abort(self, why: str) -> None:
+        with self.starting:
+            self.failure = self.failure or PeerAborted(self.transport.rank, why)
+        self.attribution.abort(lambda: self.watch.tell(self._name))
+
+    def _aborted(self) -> None:
+        """Another rank has aborted: end what is under way here."""
+        self.failed(None, RuntimeError("aborted"), time.monotonic(), self.transport.during)
+
+    def failed(self, peer: int | None, error: RuntimeError, started: float, during: str) -> FabricError:
+        """Find out who is to blame, wake the others, and remember it: once, whichever thread notices first."""
+        with self.judging:
+            if self.failure is None:
+                kind: Kind = "stalled" if "imed out" in str(error) or "imeout" in str(error) else "lost"
+                self.failure = self.attribution.blame(peer, kind, during, time.monotonic() - started)
+            return self.failure
+
+    def close(self, drain: bool) -> None:
+        """Stop publishing; without `drain` calls that are under way fail, here and on the other ranks."""
+        self.watch.remove(self._name)
+        if self.owns_watch:
+            self.watch.close()
+        self.attribution.linger()
+        self.progress.close()  # before others notice, who will want to know how far this rank came
+        if not drain and self.transport.thread.busy():
+            with self.starting:  # and nobody else is to blame
+                self.failure = FabricClosed("the fabric was closed while a call was under way")
+            self._wait_for_engine()
+            self._close_connections()
+
+    def _wait_for_engine(self) -> None:
+        """Wait a moment for calls of the engine: all ranks have begun them, so they end unless a rank is in trouble.
+
+        Gloo does not tell a send that is half written that its connection is closed; it would wait for its deadline.
+        """
+        until = time.monotonic() + DRAIN_S
+        while self.in_flight and time.monotonic() < until:
+            time.sleep(0.005)
+
+    @property
+    def _name(self) -> str:
+        """The same on all ranks of this transport, and on no other."""
+        return f"{self.transport.group_name}/{self.transport.nonce:x}"
+
+    def _find_store(self) -> Store:
+        return self.transport.process_group.get_group_store()
+
+    def _close_connections(self) -> None:
+        close_connections(self.transport.process_group)
+
+
+class TorchCalls(MessageCalls):
+    """Calls along schedules, or the engine's own all-reduce."""
+
+    transport: TorchTransport
+
+    def begin_engine(self, tensor: Tensor, op: Op) -> Callable[[], bool | None]:
         """The engine's sum and our division; 16-bit types are widened, so that sums are fp32 here too.
 
         Gloo's maximum passes over NaN, which is no number to pass over: where NaN is goes along as a second maximum.
         """
         wide = tensor.detach().to(torch.float32 if tensor.dtype in HALVES else tensor.dtype).contiguous()
         undefined = wide.isnan().to(torch.int32) if op == "max" and wide.is_floating_point() else None
-        reduced = self._engine_call(wide, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
-        told = self._engine_call(undefined, dist.ReduceOp.MAX) if undefined is not None else None
+        reduced = self._start(wide, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
+        found = self._start(undefined, dist.ReduceOp.MAX) if undefined is not None else None
 
         def end() -> bool | None:
             reduced()
-            finite = divide(wide, self.world) if op == "mean" else None
-            if told is not None and undefined is not None:
-                told()
+            finite = divide(wide, self.transport.world) if op == "mean" else None
+            if found is not None and undefined is not None:
+                found()
                 wide.masked_fill_(undefined.bool(), float("nan"))
             if wide.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(wide)
@@ -133,206 +282,66 @@ class TorchFabric(MessageFabric):
 
         return end
 
-    def _engine_call(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[], None]:
+    def _start(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Callable[[], None]:
         """Start an all-reduce of the engine's own, with our deadline; what is returned waits for it."""
+        transport, health = self.transport, self.transport.health
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
-        options.timeout = timedelta(seconds=self.deadlines.operation)
-        started, during = time.monotonic(), self.during
+        options.timeout = timedelta(seconds=transport.deadlines.operation)
+        started, during = time.monotonic(), transport.during
 
-        with self.starting:
-            if self.broken is not None:
-                raise self.broken
+        with health.starting:
+            if health.failure is not None:
+                raise health.failure
             try:
-                work = self.group.allreduce([tensor], options)
+                work = transport.process_group.allreduce([tensor], options)
             except RuntimeError as error:
-                raise self.failed(None, error, started) from error
-            self.aloft.append(work)
+                raise health.failed(None, error, started, during) from error
+            health.in_flight.append(work)
 
         def wait() -> None:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise self.failed(None, error, started, during) from error
+                raise health.failed(None, error, started, during) from error
             finally:
-                self.aloft.remove(work)
+                health.in_flight.remove(work)
 
         return wait
-
-    def _meet(self) -> tuple[Hosts, int]:
-        """Learn which ranks share a host, and a number that no other fabric over this group has.
-
-        These are the first messages of the group, so they have the deadline for joining.
-        """
-        usual, self.deadlines = self.deadlines, Deadlines(self.deadlines.join, self.deadlines.join)
-        told = self.all_gather(torch.tensor([host_key(), secrets.randbits(62)], device=self.device)).tolist()
-        self.deadlines = usual
-        return group_by_host([key for key, _ in told]), told[0][1]
-
-    def failed(self, peer: int | None, error: RuntimeError, started: float, during: str = "") -> FabricError:
-        """Find out who is to blame, wake the others, and remember it: once, whichever thread notices first."""
-        with self.judging:
-            if self.broken is None:
-                kind: Kind = "stalled" if "imed out" in str(error) or "imeout" in str(error) else "lost"
-                self.broken = self.inquest.hold(peer, kind, during or self.during, time.monotonic() - started)
-            return self.broken
-
-    def with_engine(self) -> TorchFabric:
-        return self
-
-    def write_note(self, note: Note) -> None:
-        self.board.write(note)
-
-    def note_of(self, rank: int) -> Note:
-        return self.board.read(self._peer(rank))
-
-    def _channel(self) -> Channel:
-        return TorchChannel(self)
-
-    def _abort(self, why: str) -> None:
-        with self.starting:
-            self.broken = self.broken or PeerAborted(self.rank, why)
-        self.inquest.tell_abort()
-
-    def _sibling(self) -> TorchFabric:
-        everyone = tuple(range(self.world))
-        return TorchFabric(self._new_group(everyone, f"sibling {self.siblings_made}"), self.deadlines, owns_group=True)
-
-    def _subgroup(self, ranks: tuple[int, ...], number: int) -> TorchFabric:
-        if self.backend == "mpi":
-            raise ConfigError("all ranks of MPI make a group together, so some alone make none; use Gloo or NCCL")
-        return TorchFabric(self._new_group(ranks, f"subgroup {number}"), self.deadlines, owns_group=True)
-
-    def _new_group(self, ranks: tuple[int, ...], kind: str) -> dist.ProcessGroup:
-        """Some ranks of this group as a group, in that order, under a name that only they use and only once.
-
-        `dist.new_group` names a group of some ranks after them and the number of groups that the caller has. Ranks do
-        not have that in common, and it comes again when a group was destroyed. So what is behind it is used here.
-        """
-        in_world = dist.get_process_group_ranks(self.group)
-        members = [in_world[rank] for rank in ranks]
-        name = f"{self.group.group_name}/{self.nonce:x}/{kind} of {ranks}"
-        patience, started = timedelta(seconds=self.deadlines.join), time.monotonic()
-        store, rank = self.group.get_group_store(), ranks.index(self.rank)
-        try:
-            return make_group(store, name, members, rank, self.backend, patience)
-        except JoinFailed as error:
-            if "by peer" not in str(error):  # which has closed or reset its connection: it was there, and is gone
-                raise
-            keeper = ranks.index(self.inquest.keeper) if self.inquest.keeper in ranks else None
-            inquest = UnmadeInquest(PrefixStore(f"{name}/", store), rank, len(ranks), keeper)
-            raise inquest.hold(None, "lost", f"the making of {kind}", time.monotonic() - started) from error
-
-    def _let_land(self) -> None:
-        """Wait a moment for calls of the engine: all ranks have begun them, so they end unless a rank is in trouble.
-
-        Gloo does not tell a send that is half written that its connection is closed; it would wait for its deadline.
-        """
-        until = time.monotonic() + LANDING_S
-        while self.aloft and time.monotonic() < until:
-            time.sleep(0.005)
-
-    def _close(self, drain: bool) -> None:
-        self.inquest.linger()
-        self.board.close()  # before others notice, who will want to know how far this rank came
-        if not drain and self.worker.busy():
-            with self.starting:  # and nobody else is to blame
-                self.broken = FabricClosed("the fabric was closed while a call was under way")
-            self._let_land()
-            self.inquest.give_up_connections()
-        super()._close(drain)
-        # Torch ends the group's threads when the last reference goes, and must not find that one at exit.
-        group, self.find_group = self.find_group(), lambda: None
-        if self.owns_group and group in _world.pg_map:  # whichever thread closes it first, if the user has not
-            dist.destroy_process_group(None if group is dist.group.WORLD else group)
-        self.owns_group = False
-
-
-class UnmadeInquest(Inquest):
-    """Of a group that could not be made here, though perhaps elsewhere: its store is there, its connections are not."""
-
-    def __init__(self, store: Store, rank: int, world: int, keeper: int | None) -> None:
-        def find_group() -> dist.ProcessGroup:
-            raise FabricClosed("the group was not made")
-
-        super().__init__(find_group, rank, world, keeper)
-        self.store = store
-
-    def _store(self) -> Store:
-        return PrefixStore("syncline/inquest", self.store)
-
-    def give_up_connections(self) -> None:
-        """They are closed."""
-
-
-def keeper_of_store(group: dist.ProcessGroup) -> int | None:
-    """The rank of a group whose process keeps its store; None if none of its ranks does."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or dist.group.WORLD is None:
-        return None
-    is_kept = isinstance(base_of(dist.group.WORLD.get_group_store()), TCPStore)
-    ranks = dist.get_process_group_ranks(group)
-    return ranks.index(0) if is_kept and 0 in ranks else None
-
-
-def base_of(store: Store) -> Store:
-    """The store itself, without the prefixes of groups."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def make_group(
-    store: Store, name: str, members: list[int], rank: int, backend: str, patience: timedelta
-) -> dist.ProcessGroup:
-    """A group under a name; `members` are ranks of the world, this process the one at `rank` of them."""
-    try:
-        made: tuple[dist.ProcessGroup, object] = _new_process_group_helper(
-            len(members),
-            rank,
-            members,
-            dist.Backend(backend),
-            store,
-            name,  # type: ignore[arg-type]
-            timeout=patience,
-        )
-    except RuntimeError as error:
-        raise JoinFailed(f"{name}: not all have come within {patience.total_seconds()} s: {error}") from error
-    _world.pg_group_ranks[made[0]] = {member: number for number, member in enumerate(members)}
-    return made[0]
 
 
 class TorchPending:
     """Messages of a process group under way."""
 
-    def __init__(self, fabric: TorchFabric, works: list[tuple[dist.Work, int]]) -> None:
-        self.fabric = fabric
+    def __init__(self, transport: TorchTransport, works: list[tuple[dist.Work, int]]) -> None:
+        self.transport = transport
         self.works = works
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Wait for all of them, receives first."""
-        self.fabric.birthplace.require()
+        self.transport.birthplace.require()
         started = time.monotonic()
-        until = started + (deadline_s or self.fabric.deadlines.operation)
+        until = started + (deadline_s or self.transport.deadlines.operation)
         while self.works:
             work, peer = self.works[0]
             try:
                 work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
             except RuntimeError as error:
-                raise self.fabric.failed(peer, error, started) from error
+                raise self.transport.health.failed(peer, error, started, self.transport.during) from error
             self.works.pop(0)
 
 
 class TorchChannel(MessageChannel):
     """Calls of the engine, which has threads of its own; what is no call of the engine goes along a schedule."""
 
-    fabric: TorchFabric
+    transport: TorchTransport
 
-    def __init__(self, fabric: TorchFabric) -> None:
-        super().__init__(fabric)
-        self.second: TorchFabric | None = None  # for calls that follow others of this channel
+    def __init__(self, transport: TorchTransport, open_channel: Callable[[str], Channel]) -> None:
+        super().__init__(transport, open_channel)
+        self.second: Channel | None = None  # for calls that follow others of this channel
 
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> Handle:
-        if collective == "direct" and op == "mean" and tensor.dtype in HALVES and self.fabric.backend == "gloo":
+        if collective == "direct" and op == "mean" and tensor.dtype in HALVES and self.transport.backend == "gloo":
             return self._mean_of_halves(tensor)
         if collective != "engine":
             return super()._all_reduce(tensor, op, collective)
@@ -340,11 +349,11 @@ class TorchChannel(MessageChannel):
             return self._sum_at_once(tensor)
         wide = tensor.detach().to(torch.float32 if tensor.dtype in HALVES else tensor.dtype).contiguous()
         options = dist.AllreduceOptions()
-        options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
+        options.timeout = timedelta(seconds=self.transport.deadlines.operation)
         call = describe("all_reduce", op, tensor, "engine")
 
         def end() -> bool | None:
-            finite = divide(wide, self.fabric.world) if op == "mean" else None
+            finite = divide(wide, self.world) if op == "mean" else None
             if wide.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(wide)
             return finite
@@ -353,11 +362,11 @@ class TorchChannel(MessageChannel):
 
     def _goes_at_once(self, nbytes: int) -> bool:
         """Whether a message goes from everyone to everyone in one hop: a ring takes as many hops as there are ranks."""
-        return nbytes <= AT_ONCE_BYTES and self.fabric.world <= AT_ONCE_RANKS
+        return nbytes <= AT_ONCE_BYTES and self.world <= AT_ONCE_RANKS
 
     def _sum_at_once(self, tensor: Tensor) -> Handle:
         """The sum of small integers, whose order does not matter."""
-        parts = tensor.detach().view(-1).repeat(self.fabric.world, 1)
+        parts = tensor.detach().view(-1).repeat(self.world, 1)
         taken = torch.empty_like(parts)
 
         def end() -> bool | None:
@@ -368,9 +377,9 @@ class TorchChannel(MessageChannel):
 
     def _all_gather(self, gathered: Tensor, own: Tensor) -> Handle:
         if self._goes_at_once(own.nbytes):
-            return self._exchanged(gathered, own.view(-1).repeat(self.fabric.world, 1))
+            return self._exchanged(gathered, own.view(-1).repeat(self.world, 1))
         options = AllgatherOptions()
-        options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
+        options.timeout = timedelta(seconds=self.transport.deadlines.operation)
         call = describe("all_gather", "copy", own, "engine")
         return self._start(call, lambda group: group._allgather_base(gathered.view(-1), own, options))
 
@@ -379,7 +388,7 @@ class TorchChannel(MessageChannel):
 
     def _exchanged(self, taken: Tensor, parts: Tensor, end: Callable[[], bool | None] = lambda: None) -> EngineHandle:
         options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
+        options.timeout = timedelta(seconds=self.transport.deadlines.operation)
         call = describe("all_to_all", "copy", parts, "engine")
         return self._start(
             call, lambda group: group.alltoall_base(taken.view(-1), parts.view(-1), [], [], options), end
@@ -390,16 +399,16 @@ class TorchChannel(MessageChannel):
 
         The second calls have a group of their own: they start when the first ones are over, in the order of those.
         """
-        fabric, world = self.fabric, self.fabric.world
+        transport, world = self.transport, self.world
         call = describe("all_reduce", "mean", tensor, "direct")
-        fabric.begin_call(call)
+        transport.begin_call(call)
         if self.second is None:
-            self.second = fabric.sibling()
+            self.second = self.open_channel("means of halves")
         second = self.second
         slices = sliced(tensor, world)
         taken = torch.empty_like(slices)
         options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=fabric.deadlines.operation)
+        options.timeout = timedelta(seconds=transport.deadlines.operation)
         first = self._start(call, lambda group: group.alltoall_base(taken.view(-1), slices.view(-1), [], [], options))
 
         def begin() -> Callable[[], Ended]:
@@ -407,7 +416,7 @@ class TorchChannel(MessageChannel):
             total = taken[0].to(torch.float32)
             for row in taken[1:]:
                 total += row.to(torch.float32)
-            gathered = TorchChannel(second)._all_gather(slices, (total / world).to(tensor.dtype))
+            gathered = second.all_gather(slices, (total / world).to(tensor.dtype))
 
             def end() -> Ended:
                 gathered.wait()
@@ -417,18 +426,18 @@ class TorchChannel(MessageChannel):
 
             return end
 
-        return fabric.worker.submit_flight(begin, call, fabric.deadlines.operation)
+        return transport.thread.submit_flight(begin, call, transport.deadlines.operation)
 
     def _start(
         self, call: str, start: Callable[[dist.ProcessGroup], dist.Work], end: Callable[[], bool | None] = lambda: None
     ) -> EngineHandle:
         """Let the engine begin; `end` makes the result what was asked for."""
-        self.fabric.begin_call(call)
+        self.transport.begin_call(call)
         began = time.monotonic_ns()
         try:
-            return EngineHandle(self.fabric, call, start(self.fabric.group), end, began)
+            return EngineHandle(self.transport, call, start(self.transport.process_group), end, began)
         except RuntimeError as error:
-            raise self.fabric.failed(None, error, began / 1e9, call) from error
+            raise self.transport.health.failed(None, error, began / 1e9, call) from error
 
 
 def sliced(flat: Tensor, world: int) -> Tensor:
@@ -444,9 +453,9 @@ class EngineHandle:
     """A call of the engine under way."""
 
     def __init__(
-        self, fabric: TorchFabric, call: str, work: dist.Work, end: Callable[[], bool | None], began_ns: int
+        self, transport: TorchTransport, call: str, work: dist.Work, end: Callable[[], bool | None], began_ns: int
     ) -> None:
-        self.fabric = fabric
+        self.transport = transport
         self.call = call
         self.work: dist.Work | None = work  # until it has ended: it holds the tensors
         self.end = end
@@ -460,21 +469,18 @@ class EngineHandle:
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Return when it is done; raise what it raised. Ctrl-C is heard meanwhile."""
-        self.fabric.birthplace.require()
+        self.transport.birthplace.require()
         if not self.done():
             ended = threading.Event()
             self.on_done(ended.set)
             if not ended.wait(deadline_s):
-                raise FabricError(
-                    f"{self.call} is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
-                    f"{self.fabric.deadlines.operation} s late"
-                )
+                raise FabricError(not_done_message(self.call, deadline_s or 0.0, self.transport.deadlines.operation))
         if self.work is None:
             return
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise self.fabric.failed(None, error, self.began_ns / 1e9, self.call) from error
+            raise self.transport.health.failed(None, error, self.began_ns / 1e9, self.call) from error
         self.is_finite = self.end()
         self.work = self.future = None
         self.end = lambda: None

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from syncline.errors import Desync, PeerError, PeerLost
-from syncline.fabric.base import Note
+from syncline.fabric.health import RankProgress
 
 SHOWN = 3  # parameter names
 
 
 class Doing(IntEnum):
-    """What a rank is doing, as it says in its note."""
+    """What a rank is doing, as it publishes with its progress."""
 
     ELSEWHERE = 0  # the pass is over
     BACKWARD = 1
@@ -20,15 +20,14 @@ class Doing(IntEnum):
 
 
 def explain(
-    error: PeerError, step: int, bucket: int, buckets: Sequence[Sequence[str]], note: Note, ended: int = 0
+    error: PeerError, step: int, bucket: int, buckets: Sequence[Sequence[str]], progress: RankProgress, ended: int = 0
 ) -> PeerError:
     """The same error, with what is known of the rank that is to blame. Buckets are lists of parameter names.
 
-    A note is: the step the rank was in, how many of its buckets it had sent, how many of these it had produced, and
-    what it was doing. When a backward pass fails, the buckets that it has not produced are sent with zeros. `ended` is
-    the last step that all ranks have ended, by its status: a note may not have come so far when its rank died.
+    When a backward pass fails, the buckets that it has not produced are sent with zeros. `ended` is the last step that
+    all ranks have ended, by its status: the published progress may not have come so far when its rank died.
     """
-    their_step, _, produced, doing = note
+    their_step, _, produced, doing = progress
     if their_step < ended or (their_step == ended and doing == Doing.BACKWARD):
         their_step, produced, doing = ended, len(buckets), Doing.ELSEWHERE
     if doing == Doing.FAILED and their_step >= step:

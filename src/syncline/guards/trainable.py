@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from syncline.errors import ConfigError, PairingError
-from syncline.fabric.base import DTYPES, name_of
+from syncline.fabric.calls import DTYPES, name_of
 
 
 def refuse_lazy(module: nn.Module, prefix: str = "") -> None:

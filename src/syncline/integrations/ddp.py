@@ -33,10 +33,9 @@ from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.core.status import OwnStatus
 from syncline.errors import ConfigError
-from syncline.fabric.base import Fabric, Times
-from syncline.fabric.deadlines import Deadlines
-from syncline.fabric.torch import TorchFabric
-from syncline.fabric.worker import Worker
+from syncline.fabric.call_thread import CallThread
+from syncline.fabric.handle import Times
+from syncline.fabric.torch import torch_fabric
 from syncline.guards.claims import refuse_claimed
 from syncline.guards.trainable import has_sparse_gradient
 from syncline.path.codec_state import KINDS
@@ -146,11 +145,11 @@ class CodecHook:
         self.leaves_unused = model.find_unused_parameters or model.static_graph  # where no rank has a gradient
         self.used = self.used_at_first()  # since the last pass that was averaged
         self.watches = self.watch(model) if self.leaves_unused else []
-        self.fabric: Fabric = TorchFabric(model.process_group, Deadlines()).sibling()
+        self.fabric = torch_fabric(model.process_group).subgroup()
         self.recorder = Recorder()
         self.path = make_path(self.fabric, "auto", self.recorder, codec, seed, self.scale)
-        self.worker = Worker(f"rank {self.fabric.rank} waits for DDP")
-        self.fabric.at_close.append(lambda: self.worker.close(drain=False))
+        self.thread = CallThread(f"rank {self.fabric.rank} waits for DDP")
+        self.fabric.at_close.append(lambda: self.thread.close(drain=False))
         self.passes = 0
         self.now: HookPass | None = None
         self.numbers: dict[tuple[str, ...], int] = {}  # of buckets, by the names of their parameters
@@ -237,7 +236,7 @@ class CodecHook:
                     future.set_exception(error)  # type: ignore[arg-type]
             return Times(0, 0, 0)
 
-        self.worker.submit(answer, "a pass of DDP", self.fabric.deadlines.operation)
+        self.thread.submit(answer, "a pass of DDP", self.fabric.deadlines.operation)
 
     def wait(self, now: HookPass) -> None:
         """Wait until DDP can have the means, or what shows that there are none."""

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,20 +16,20 @@ from torch.distributed.distributed_c10d import _world
 
 from syncline.current import current, latest, of_run, use_in_process
 from syncline.errors import ConfigError, JoinFailed, OutOfSharedMemory, UnknownName
+from syncline.fabric.base import Fabric
 from syncline.fabric.deadlines import Deadlines
-from syncline.fabric.shm import MOST_RANKS, Meeting, ShmFabric, missing
-from syncline.fabric.shm_doors import ShmDoors, ShmNewcomer
-from syncline.fabric.threads import Threads, ThreadsFabric
-from syncline.fabric.torch import TorchFabric, base_of
-from syncline.fabric.torch_doors import TorchDoors
-from syncline.launch.torch import newcomer
-
-if TYPE_CHECKING:
-    from syncline.fabric.base import Fabric
+from syncline.fabric.membership import ReplacementTransport
+from syncline.fabric.process_groups import base_of
+from syncline.fabric.shm import MOST_RANKS, Meeting, ShmTransport, missing
+from syncline.fabric.shm_membership import ShmMembership
+from syncline.fabric.threads import Threads, ThreadsTransport
+from syncline.fabric.torch import TorchTransport, torch_fabric
+from syncline.fabric.torch_membership import TorchMembership
+from syncline.launch.torch import replacement
 
 log = logging.getLogger(__name__)
 FABRICS = ("auto", "shm", "torch")
-WHERE, TALK = "syncline/newcomers", "through this store"
+WHERE, THROUGH_STORE = "syncline/rejoining", "through this store"
 
 
 def init(
@@ -45,29 +44,27 @@ def init(
     `fabric="shm"` makes that an error, `fabric="torch"` does not try. Inside `run` it is the fabric of `run`.
 
     `rejoin` is for a process that takes the place of one that died, in a job that was started by hand, with the same
-    environment. Modes async and bounded take such newcomers. Under torchrun there are none: it starts all ranks again.
+    environment. Modes async and bounded let it rejoin. Under torchrun nobody can: it starts all ranks again.
     """
     if fabric not in FABRICS:
         raise UnknownName("fabric", fabric, FABRICS)
     inside = of_run()
-    if inside is not None and not rejoin and (isinstance(inside, ThreadsFabric) or not dist.is_initialized()):
+    if inside is not None and not rejoin and (inside.name == "threads" or not dist.is_initialized()):
         return same_as_asked(inside, fabric, deadlines)
     deadlines = deadlines or Deadlines()
-    joined: Fabric
     if rejoin:
-        joined = come_later(deadlines)
+        joined = take_the_place(deadlines)
     elif dist.is_available() and dist.is_initialized():
-        joined = TorchFabric(deadlines=deadlines)
+        joined = torch_fabric(deadlines=deadlines)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         joined = join_torchrun(backend, deadlines)
     else:
-        joined = Lone(Threads(deadlines=deadlines).group(1), 0)
-    if isinstance(joined, TorchFabric) and fabric != "torch":
+        joined = Fabric(LoneTransport(Threads(deadlines=deadlines).group(1), 0))
+    if isinstance(joined.transport, TorchTransport):
         group = joined
-        joined = share_memory(group, required=fabric == "shm")
-        open_doors(joined, group)
-    elif isinstance(joined, TorchFabric):
-        open_doors(joined, joined)
+        if fabric != "torch":
+            joined = share_memory(group, required=fabric == "shm")
+        allow_rejoining(joined, group)
     use_in_process(joined)
     atexit.register(end_with_script, joined)
     return joined
@@ -88,9 +85,9 @@ def end_with_script(fabric: Fabric) -> None:
 def find(fabric: str) -> Fabric:
     """The current fabric where it is what was asked for, else the one that `init` makes."""
     found, before = current(), latest()
-    if found is not None and (fabric in ("auto", found.name) or isinstance(found, Lone)):
+    if found is not None and (fabric in ("auto", found.name) or isinstance(found.transport, LoneTransport)):
         return found
-    if fabric == "torch" and isinstance(found, ShmFabric) and found.engine is not None:
+    if fabric == "torch" and found is not None and found.engine is not None:
         return found.engine
     if found is None and before is not None and before.world > 1 and not dist.is_initialized():
         raise ConfigError(
@@ -100,7 +97,7 @@ def find(fabric: str) -> Fabric:
     return init(fabric=fabric)
 
 
-class Lone(ThreadsFabric):
+class LoneTransport(ThreadsTransport):
     """A world of one, outside torchrun, until there is a process group of more."""
 
     @property
@@ -120,31 +117,36 @@ def same_as_asked(inside: Fabric, fabric: str, deadlines: Deadlines | None) -> F
     return inside
 
 
-def join_torchrun(backend: str, deadlines: Deadlines) -> TorchFabric:
+def join_torchrun(backend: str, deadlines: Deadlines) -> Fabric:
     """Make the process group that the environment describes."""
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend, timeout=timedelta(seconds=deadlines.join))
-    return TorchFabric(deadlines=deadlines, owns_group=True)
+    return torch_fabric(deadlines=deadlines, owns_group=True)
 
 
-def open_doors(fabric: Fabric, group: TorchFabric) -> None:
-    """Newcomers are possible where ranks were started by hand; rank 0 says in the store where they knock."""
+def allow_rejoining(fabric: Fabric, group: Fabric) -> None:
+    """Replacement workers are possible where ranks were started by hand; rank 0 says in the store how they rejoin."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
-    told = TALK
-    if isinstance(fabric, ShmFabric):
-        fabric.doors = ShmDoors(fabric.meeting, fabric.deadlines)
-        told = fabric.meeting.nonce.hex()
+    transport = group.transport
+    assert isinstance(transport, TorchTransport)
+    where = THROUGH_STORE
+    if isinstance(fabric.transport, ShmTransport):
+        meeting = fabric.transport.meeting
+        fabric.membership = ShmMembership(meeting, fabric.deadlines)
+        where = meeting.nonce.hex()
     else:
-        fabric.doors = TorchDoors(lambda: base_of(group.group.get_group_store()), group.backend, fabric.deadlines)
+        fabric.membership = TorchMembership(
+            lambda: base_of(transport.process_group.get_group_store()), transport.backend, fabric.deadlines
+        )
     if fabric.rank == 0:
-        base_of(group.group.get_group_store()).set(WHERE, told)
+        base_of(transport.process_group.get_group_store()).set(WHERE, where)
 
 
-def come_later(deadlines: Deadlines) -> Fabric:
+def take_the_place(deadlines: Deadlines) -> Fabric:
     """Find the job that the environment describes, in the place of a rank that died."""
     if dist.is_initialized() or not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise ConfigError(
@@ -156,15 +158,16 @@ def come_later(deadlines: Deadlines) -> Fabric:
     try:
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=deadlines.join))
         incarnation = store.add(f"{WHERE}/{rank}", 1)
-        told = store.get(WHERE).decode()
+        where = store.get(WHERE).decode()
     except RuntimeError as error:
         raise JoinFailed(f"there is no job at {address}:{port} that rank {rank} could rejoin: {error}") from error
-    if told == TALK:
-        return newcomer(rank, world, incarnation, TorchDoors(lambda: store, "gloo", deadlines))
-    return ShmNewcomer(rank, world, incarnation, ShmDoors(Meeting(bytes.fromhex(told)), deadlines))
+    if where == THROUGH_STORE:
+        return replacement(rank, world, incarnation, TorchMembership(lambda: store, "gloo", deadlines))
+    transport = ReplacementTransport("shm", rank, world, incarnation, deadlines)
+    return Fabric(transport, membership=ShmMembership(Meeting(bytes.fromhex(where)), deadlines))
 
 
-def share_memory(group: TorchFabric, required: bool = False) -> Fabric:
+def share_memory(group: Fabric, required: bool = False) -> Fabric:
     """A shared-memory fabric over the ranks of a process group, or the group itself where there cannot be one.
 
     What each rank can do may differ, so every decision is made by all ranks together.
@@ -179,14 +182,15 @@ def share_memory(group: TorchFabric, required: bool = False) -> Fabric:
             shared.close()
     reason = reason or "another rank cannot"
     if required:
-        group.owns_group = False  # whoever tries again finds it
+        if isinstance(group.transport, TorchTransport):
+            group.transport.owns_group = False  # whoever tries again finds the process group
         group.close(drain=False)
         raise ConfigError(f'fabric="shm" is not possible here: {reason}; use fabric="auto" to fall back to torch')
     log.info("ranks talk through torch.distributed and not through shared memory: %s", reason)
     return group
 
 
-def why_not(group: TorchFabric) -> str:
+def why_not(group: Fabric) -> str:
     """Why these ranks should not even try; empty if they should."""
     if group.device.type != "cpu":
         return f"tensors are on {group.device.type}"
@@ -197,18 +201,19 @@ def why_not(group: TorchFabric) -> str:
     return missing()
 
 
-def try_to_meet(group: TorchFabric) -> tuple[ShmFabric | None, str]:
+def try_to_meet(group: Fabric) -> tuple[Fabric | None, str]:
     """Meet where rank 0 says. That the memory is really shared is proven by reading each other's headers."""
     nonce = torch.tensor(list(Meeting().nonce), dtype=torch.int32)
     group.broadcast(nonce)
     meeting = Meeting(bytes(nonce.tolist()))
     try:
-        return ShmFabric(meeting, group.rank, group.world, group.deadlines, engine=group), ""
+        transport = ShmTransport(meeting, group.rank, group.transport.group, group.deadlines)
+        return Fabric(transport, engine=group), ""
     except (JoinFailed, OutOfSharedMemory) as error:
         return None, str(error)
 
 
-def anyone(group: TorchFabric, mine: bool) -> bool:
+def anyone(group: Fabric, mine: bool) -> bool:
     """Whether it is true on any rank."""
     vote = torch.tensor([int(mine)], dtype=torch.int32, device=group.device)
     return bool(group.all_reduce(vote, op="max", collective="direct").item())

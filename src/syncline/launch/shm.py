@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from syncline.fabric.base import Fabric
 from syncline.fabric.deadlines import Deadlines
-from syncline.fabric.shm import Meeting, ShmFabric
-from syncline.fabric.shm_doors import ShmDoors, ShmNewcomer
+from syncline.fabric.membership import ReplacementTransport
+from syncline.fabric.shm import Meeting, shm_fabric
+from syncline.fabric.shm_membership import ShmMembership
 
 if TYPE_CHECKING:
-    from syncline.fabric.base import Fabric
     from syncline.launch.processes import Join, Life
 
 
@@ -34,10 +35,11 @@ class JoinShm:
     deadlines: Deadlines
 
     def __call__(self, rank: int, world: int, life: Life) -> Fabric:
-        """Meet the others over a local socket; a newcomer meets nobody yet."""
-        doors = ShmDoors(self.meeting, self.deadlines)
+        """Meet the others over a local socket; a replacement worker meets nobody yet."""
+        membership = ShmMembership(self.meeting, self.deadlines)
         if life.incarnation:
-            return ShmNewcomer(rank, world, life.incarnation, doors)
-        fabric = ShmFabric(self.meeting, rank, world, self.deadlines)
-        fabric.doors = doors if life.restarts else None
+            transport = ReplacementTransport("shm", rank, world, life.incarnation, self.deadlines)
+            return Fabric(transport, membership=membership)
+        fabric = shm_fabric(self.meeting, rank, world, self.deadlines)
+        fabric.membership = membership if life.restarts else None
         return fabric

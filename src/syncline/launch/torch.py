@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
+from syncline.fabric.base import Fabric
 from syncline.fabric.deadlines import Deadlines
-from syncline.fabric.torch import TorchFabric
-from syncline.fabric.torch_doors import TorchDoors, TorchNewcomer
+from syncline.fabric.membership import ReplacementTransport
+from syncline.fabric.torch import torch_fabric
+from syncline.fabric.torch_membership import TorchMembership
 
 if TYPE_CHECKING:
-    from syncline.fabric.base import Fabric
     from syncline.launch.processes import Join, Life
 
 
@@ -52,18 +53,19 @@ class JoinTorch:
         patience = timedelta(seconds=self.deadlines.join)
         store = FileStore(self.path)
         store.set_timeout(patience)
-        doors = TorchDoors(lambda: store, self.backend, self.deadlines)
+        membership = TorchMembership(lambda: store, self.backend, self.deadlines)
         if life.incarnation:
-            return newcomer(rank, world, life.incarnation, doors)
+            return replacement(rank, world, life.incarnation, membership)
         dist.init_process_group(self.backend, store=store, rank=rank, world_size=world, timeout=patience)
-        fabric = TorchFabric(deadlines=self.deadlines, owns_group=True)
-        fabric.doors = doors if life.restarts else None
+        fabric = torch_fabric(deadlines=self.deadlines, owns_group=True)
+        fabric.membership = membership if life.restarts else None
         return fabric
 
 
-def newcomer(rank: int, world: int, incarnation: int, doors: TorchDoors) -> TorchNewcomer:
-    """Torch makes groups of two only where there is a world, so a newcomer is one of its own."""
-    dist.init_process_group(doors.backend, store=HashStore(), rank=0, world_size=1)
-    fabric = TorchNewcomer(rank, world, incarnation, doors)
-    fabric.after.append(dist.destroy_process_group)
+def replacement(rank: int, world: int, incarnation: int, membership: TorchMembership) -> Fabric:
+    """Torch makes groups of two only where there is a world, so a replacement worker is one of its own."""
+    dist.init_process_group(membership.backend, store=HashStore(), rank=0, world_size=1)
+    transport = ReplacementTransport("torch", rank, world, incarnation, membership.deadlines)
+    fabric = Fabric(transport, membership=membership)
+    fabric.at_close.append(dist.destroy_process_group)
     return fabric

@@ -53,7 +53,7 @@ class GradientDriver(Driver):
         corrects = settings.codec.correction is not None
         config = ReducerConfig(settings.plan(), settings.accumulate, lags_after, corrects=corrects)
         # What is in flight while ranks compare themselves or settle their buffers needs an order of its own.
-        fabric = replica.fabric.sibling() if self.lags else replica.fabric
+        fabric = replica.fabric.subgroup() if self.lags else replica.fabric
         self.reducer = Reducer(
             fabric, replica.path(fabric), replica.named(), sparse, config, self, control=replica.fabric
         )

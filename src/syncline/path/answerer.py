@@ -17,8 +17,9 @@ from torch import Tensor
 from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Exchange, Gather, Mean, Question
 from syncline.codecs.none import void
-from syncline.fabric.base import Fabric, Handle
+from syncline.fabric.base import Fabric
 from syncline.fabric.channel import Channel
+from syncline.fabric.handle import Handle
 from syncline.path.stages import WORD_BYTES, Route, Stage
 
 
@@ -66,10 +67,10 @@ class FlatAnswerer(Answerer):
 
     def __init__(self, channels: Sequence[Channel], collective: str) -> None:
         """There is a channel for each question of a conversation."""
-        fabric = channels[0].fabric
+        first = channels[0]
         self.channels = channels
-        of_halves = "auto" if fabric.name == "shm" else "direct"
-        self.route = Route(fabric.world, fabric.rank, (), collective, of_halves)
+        of_halves = "auto" if first.transport.name == "shm" else "direct"
+        self.route = Route(first.world, first.rank, (), collective, of_halves)
 
     def ask(self, question: Question, stage: Stage) -> Asked:
         channel = self.channels[stage.number]
@@ -88,8 +89,8 @@ def ask_mean(question: Mean, channel: Channel, collective: str) -> Asked:
 
 def ask_gather(question: Gather, channel: Channel) -> Asked:
     """Everyone's message, as long as the longest."""
-    own = filled_words([question.message], max(question.lengths), channel.fabric.device)
-    gathered = own.new_empty(channel.fabric.world, own.numel())
+    own = filled_words([question.message], max(question.lengths), channel.device)
+    gathered = own.new_empty(channel.world, own.numel())
 
     def read() -> list[Tensor]:
         rows = gathered.view(torch.uint8)
@@ -100,13 +101,13 @@ def ask_gather(question: Gather, channel: Channel) -> Asked:
 
 def ask_exchange(question: Exchange, channel: Channel) -> Asked:
     """Everyone's part for this rank, which is as long as its own part for itself."""
-    own_bytes = len(question.parts[channel.fabric.rank])
-    parts = filled_words(question.parts, max(map(len, question.parts)), channel.fabric.device)
+    own_bytes = len(question.parts[channel.rank])
+    parts = filled_words(question.parts, max(map(len, question.parts)), channel.device)
     taken = torch.empty_like(parts)
 
     def read() -> list[Tensor]:
         rows = [row[:own_bytes] for row in taken.view(torch.uint8)]
-        rows[channel.fabric.rank] = question.parts[channel.fabric.rank]
+        rows[channel.rank] = question.parts[channel.rank]
         return rows
 
     return Asked(channel.exchange(taken, parts), read)
@@ -123,5 +124,5 @@ def filled_words(messages: Sequence[Tensor], nbytes: int, device: torch.device) 
 
 def flat_answerer(fabric: Fabric, collective: str, rounds: int) -> FlatAnswerer:
     """Channels for as many questions as a conversation may ask; all ranks make them together."""
-    others = [fabric.sibling().channel() for _ in range(rounds - 1)] if fabric.world > 1 else []
+    others = [fabric.channel(f"question {number}") for number in range(1, rounds)] if fabric.world > 1 else []
     return FlatAnswerer([fabric.channel(), *others], collective)

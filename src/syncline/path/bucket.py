@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from syncline.codecs.codec import Part
 from syncline.errors import ConfigError
-from syncline.fabric.base import Fabric, name_of
+from syncline.fabric.base import Fabric
+from syncline.fabric.calls import name_of
 from syncline.guards.claims import strides_of
 from syncline.path.holders import count_references, count_tensors, warn_of_blindness
 from syncline.path.placing import SMALL_BYTES, put

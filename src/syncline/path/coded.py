@@ -25,7 +25,8 @@ from torch import Tensor
 from syncline.codecs.codec import Codec
 from syncline.core.status import OwnStatus, PassStatus
 from syncline.errors import FabricError
-from syncline.fabric.base import Fabric, Times
+from syncline.fabric.base import Fabric
+from syncline.fabric.handle import Times
 from syncline.guards.finite import sum_fits
 from syncline.path.answerer import Answerer, Asked
 from syncline.path.codec_stages import CodecStages
@@ -163,7 +164,7 @@ class CodedPath(Path):
             self._fail(current, error)
         except BaseException as error:
             self._fail(current, error)
-            self.channel.abort(f"gave up a bucket of pass {current.number}: {error!r}")
+            self.fabric.abort(f"gave up a bucket of pass {current.number}: {error!r}")
 
     def _fail(self, current: CodedPass, error: BaseException) -> None:
         """Tell whoever waits for the pass; those that come later are told when they come."""

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from syncline.core.status import OwnStatus, PassStatus, read_status, write_status
-from syncline.fabric.base import Fabric, Times
+from syncline.fabric.base import Fabric
 from syncline.fabric.channel import Channel
+from syncline.fabric.handle import Times
 from syncline.guards.finite import sum_fits
 from syncline.path.codec_state import Saved
 from syncline.path.work import BucketWork, GradientBucket, PassWork
@@ -27,12 +28,11 @@ class StatusWork:
     """The status of a pass on its way: one small sum."""
 
     def __init__(self, channel: Channel, current: PassWork, own: OwnStatus) -> None:
-        fabric = channel.fabric
-        words = write_status(own, current.bucket_numbers, fabric.rank, fabric.world)
+        words = write_status(own, current.bucket_numbers, channel.rank, channel.world)
         self.current = current
-        self.world = fabric.world
-        self.words = torch.tensor(words, dtype=torch.int32, device=fabric.device)
-        self.handle = channel.all_reduce(self.words, "sum", "engine" if fabric.has_engine else "auto")
+        self.world = channel.world
+        self.words = torch.tensor(words, dtype=torch.int32, device=channel.device)
+        self.handle = channel.all_reduce(self.words, "sum", "engine" if channel.transport.has_engine else "auto")
 
     def wait(self) -> PassStatus:
         """The status, when it has arrived."""

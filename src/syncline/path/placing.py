@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from syncline.core.native import native
-from syncline.fabric.base import DTYPES
+from syncline.fabric.calls import DTYPES
 
 SMALL_BYTES = 64 << 10  # a gradient up to this size is placed together with others
 

@@ -9,7 +9,8 @@ import torch
 
 from syncline.collectives.execute import Op
 from syncline.core.status import OwnStatus, PassStatus
-from syncline.fabric.base import Fabric, Handle
+from syncline.fabric.base import Fabric
+from syncline.fabric.handle import Handle
 from syncline.path.path import Path, StatusWork, met_by
 from syncline.path.work import BucketWork, GradientBucket, PassWork, Stamp
 from syncline.tracing.spans import Recorder

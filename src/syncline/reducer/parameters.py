@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import ConfigError
-from syncline.fabric.base import name_of
+from syncline.fabric.calls import name_of
 from syncline.guards.claims import strides_of
 from syncline.guards.trainable import has_sparse_gradient, refuse_dtype, refuse_lazy
 

@@ -27,6 +27,7 @@ from syncline.core.plan import Plan
 from syncline.core.status import Call, OwnStatus, PassStatus
 from syncline.errors import ConfigError, Desync, FabricError, LateGradient, PeerError, SynclineError
 from syncline.fabric.base import Fabric
+from syncline.fabric.health import RankProgress
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.guards.finite import first_not_finite
 from syncline.guards.hangs import Doing, explain, explain_desync
@@ -320,7 +321,7 @@ class Reducer:
 
     def publish(self, current: Pass, doing: Doing) -> None:
         """Say how far this rank is, for those who may have to explain why they wait."""
-        self.fabric.write_note((current.number, current.next_bucket, current.produced, doing))
+        self.fabric.health.publish(RankProgress(current.number, current.next_bucket, current.produced, doing))
 
     def own_status(self, current: Pass) -> OwnStatus:
         """What this rank has to say of a pass whose buckets have left."""
@@ -606,9 +607,9 @@ class Reducer:
         except PeerError as error:
             if not self.path.waits_for_ranks:
                 raise
-            note = self.fabric.note_of(error.rank)
+            progress = self.fabric.health.progress_of(error.rank)
             missing, names = self.missing(current), self.layout.planned_names()
-            raise explain(error, current.number, missing, names, note, self.ended_by_all) from None
+            raise explain(error, current.number, missing, names, progress, self.ended_by_all) from None
         except FabricError:
             raise
         except BaseException as error:

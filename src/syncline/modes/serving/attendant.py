@@ -23,7 +23,7 @@ from syncline.replicas import pack
 
 log = logging.getLogger(__name__)
 IS_GOOD, IS_MAPPED = 1, 2  # flags of a commit
-IS_DIFFERENT = 1  # flag of an answer to a newcomer
+IS_DIFFERENT = 1  # flag of an answer to a replacement worker
 WAIT_S = 0.5  # between saying to wait: how much later than at the deadline a worker notices another server's end
 AWAY_S = 30 * 24 * 3600.0  # a worker that has left need not say anything
 
@@ -85,7 +85,7 @@ class Attendant:
             self.link.close()  # a worker that waits for an answer is told
 
     def introduce(self, message: Message) -> None:
-        """A newcomer takes from this rank what is in no bucket, if it has the same model and settings."""
+        """A replacement worker takes from this rank what is in no bucket, if it has the same model and settings."""
         mine = self.replica.layout()
         if read_words(message.body) == mine:
             self.link.send(Message(Kind.ANSWER, payload=pack(self.replica.unserved()).cpu()))

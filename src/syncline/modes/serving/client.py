@@ -57,7 +57,7 @@ class Client:
         return answer.step
 
     def introduce(self, layout: list[str], unserved: Sequence[Tensor]) -> None:
-        """A newcomer's first words: take what is in no bucket, if the server's rank has the same model."""
+        """First words of a replacement worker: take what is in no bucket, if the server's rank has the same model."""
         with naming_server(self.link):
             self.link.send(Message(Kind.INTRODUCE, body=words_of(layout)))
             answer = self.link.receive()

@@ -75,7 +75,7 @@ class ServedDriver(Driver):
         self.has_left = False
         if self.is_worker:
             self.push = self.start_pushing()
-            self.talk(self.come_later if replica.fabric.incarnation else self.enter, "entering")
+            self.talk(self.rejoin if replica.fabric.incarnation else self.enter, "entering")
         replica.fabric.before_close.append(self.before_fabric_closes)
 
     @property
@@ -118,7 +118,8 @@ class ServedDriver(Driver):
                 self.attend(worker, there)
                 continue
             fabric = self.replica.fabric
-            pair = fabric.knock_at(server) if fabric.incarnation else fabric.subgroup([server, worker])
+            membership = fabric.membership if fabric.incarnation else None
+            pair = membership.rejoin(fabric, server) if membership else fabric.subgroup([server, worker])
             if self.rank == worker:
                 self.links[server] = FabricLink(pair, server)
             else:
@@ -269,7 +270,7 @@ class ServedDriver(Driver):
             self.steps = max(client.enter(states), 0 if self.has_left else self.steps)
         self.has_left = False
 
-    def come_later(self) -> None:
+    def rejoin(self) -> None:
         """In the place of a worker that died: with all that the others had at the start and have learned since."""
         first = next(iter(self.clients.values()))
         first.introduce(self.replica.layout(), self.replica.unserved())
@@ -364,7 +365,7 @@ class ServedDriver(Driver):
         """Let the others go on without this worker, and serve them to the end."""
         if self.is_worker and not self.has_left and self.failure is None:
             with suppress(SynclineError):
-                self.push.worker.in_turn(self.leave)  # at the end of a script no thread takes anything up any more
+                self.push.thread.in_turn(self.leave)  # at the end of a script no thread takes anything up any more
         self.has_left = True
         if self.service is not None:
             self.service.last()

@@ -41,7 +41,7 @@ class Kind(IntEnum):
     TAKEN = 11  # it has read them, or was too late and reads again
     PULL = 12  # parameters without a gradient, for a worker that has come; answered with them
     WAIT = 13  # the answer takes long, because others are slow
-    INTRODUCE = 14  # a newcomer says what it has; answered with what the server's rank has beside its buckets
+    INTRODUCE = 14  # a replacement worker says what it has; answered with what the server's rank has beside its buckets
 
 
 class Message(NamedTuple):
@@ -84,18 +84,18 @@ class FabricLink:
         head = torch.tensor([kind, number, step, flag, len(body), code, len(payload), 0])
         sends = [(head, self.other)]
         sends += [(tensor.contiguous(), self.other) for tensor in (body, payload) if len(tensor)]
-        self.fabric.post(sends, []).wait(deadline_s)
+        self.fabric.transport.post(sends, []).wait(deadline_s)
 
     def receive(self, deadline_s: float | None = None) -> Message:
         head = torch.zeros(HEAD_WORDS, dtype=torch.int64)
-        self.fabric.post([], [(head, self.other)]).wait(deadline_s)
+        self.fabric.transport.post([], [(head, self.other)]).wait(deadline_s)
         kind, number, step, flag, words, code, length, _ = head.tolist()
         if kind not in iter(Kind) or min(words, length) < 0 or code not in range(len(DTYPES)):
             raise CorruptMessage(f"{head.tolist()} is no head of a message")
         body, payload = torch.empty(words, dtype=torch.int64), torch.empty(length, dtype=DTYPES[code])
         receives = [(tensor, self.other) for tensor in (body, payload) if len(tensor)]
         if receives:
-            self.fabric.post([], receives).wait()
+            self.fabric.transport.post([], receives).wait()
         return Message(Kind(kind), number, step, flag, body, payload)
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from syncline.codecs.codec import State
 from syncline.codecs.none import NoCodec
 from syncline.core.status import OwnStatus, PassStatus, read_status, write_status
 from syncline.errors import ConfigError
-from syncline.fabric.base import Handle, Times
-from syncline.fabric.worker import Worker
+from syncline.fabric.call_thread import CallThread
+from syncline.fabric.handle import Handle, Times
 from syncline.guards.finite import is_finite, magnitude_fits
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, seed_of
@@ -56,7 +56,7 @@ class PushPath(Path):
         self.codec = replica.settings.codec
         self.seed = replica.settings.seed
         self.sends_anything = isinstance(self.codec, NoCodec) and replica.settings.nonfinite == "ignore"
-        self.worker = Worker(f"rank {self.fabric.rank} talks to servers")
+        self.thread = CallThread(f"rank {self.fabric.rank} talks to servers")
         self.store = CodecStateStore(self.codec)
         self.pushed: dict[int, Pushed] = {}
         self.staged: list[BucketWork] = []  # since the last commit
@@ -74,7 +74,7 @@ class PushPath(Path):
             work()
             return Times(began_ns, began_ns, monotonic_ns())
 
-        return self.worker.submit(timed, what, self.fabric.deadlines.operation)
+        return self.thread.submit(timed, what, self.fabric.deadlines.operation)
 
     def begin(self, number: int, has_data: bool = True) -> PushedPass:
         return PushedPass(number, has_data)
@@ -188,4 +188,4 @@ class PushPath(Path):
         return {number: self.state_of(number, slots).state for number, slots in buckets.items()}
 
     def close(self) -> None:
-        self.worker.close(drain=False)
+        self.thread.close(drain=False)

@@ -1,15 +1,15 @@
-"""The serving side of a rank: its server, a thread for each worker, and one that lets in those that come later."""
+"""The serving side of a rank: its server, a thread for each worker, and one that lets replacement workers rejoin."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from syncline.codecs.codec import Codec
-from syncline.fabric.newcomers import Door, Knock
+from syncline.fabric.membership import RejoinEndpoint, RejoinRequest
 from syncline.modes.replica import Replica
 from syncline.modes.serving.attendant import Attendant
-from syncline.modes.serving.doorkeeper import Doorkeeper
 from syncline.modes.serving.link import FabricLink, Link
+from syncline.modes.serving.rejoin_listener import RejoinListener
 from syncline.modes.serving.server import Rules, Server
 from syncline.path.bucket import Slot
 
@@ -36,8 +36,9 @@ class Service:
             fabric.rank, buckets, replica.optimizers, workers, rules, shared, fabric.deadlines.operation
         )
         self.attendants: dict[int, Attendant] = {}  # by worker
-        door = fabric.door()
-        self.doorkeeper = Doorkeeper(fabric.rank, door, self.let_in) if door is not None else None
+        self.listener: RejoinListener | None = None
+        if fabric.membership is not None:
+            self.listener = RejoinListener(fabric.rank, fabric.membership.listen(fabric), self.rejoined)
 
     def attend(self, worker: int, link: Link) -> None:
         """A thread for one worker."""
@@ -46,15 +47,15 @@ class Service:
             self.server, self.buckets, worker, link, settings.codec, self.pull, settings.seed, self.replica
         )
 
-    def let_in(self, door: Door, knock: Knock) -> None:
+    def rejoined(self, endpoint: RejoinEndpoint, request: RejoinRequest) -> None:
         """A new process has come for a worker, so the last one is gone, whoever has noticed."""
-        if attendant := self.attendants.pop(knock.rank, None):
+        if attendant := self.attendants.pop(request.rank, None):
             attendant.close()
-        self.server.expect(knock.rank)
+        self.server.expect(request.rank)
         try:
-            self.attend(knock.rank, FabricLink(door.let_in(knock), knock.rank))
+            self.attend(request.rank, FabricLink(endpoint.accept(request), request.rank))
         except BaseException:
-            self.server.leave(knock.rank)
+            self.server.leave(request.rank)
             raise
 
     def last(self) -> None:
@@ -64,9 +65,9 @@ class Service:
 
     def end_talks(self) -> None:
         """End all threads."""
-        if self.doorkeeper is not None:
-            self.doorkeeper.close()
-            self.doorkeeper = None
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
         for attendant in self.attendants.values():
             attendant.close()
         self.attendants.clear()

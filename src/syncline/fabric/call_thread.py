@@ -18,14 +18,14 @@ from concurrent.futures import wait as wait_for
 from typing import Any, TypeVar
 
 from syncline.errors import FabricClosed, FabricError
-from syncline.fabric.base import Ended, Times
 from syncline.fabric.forked import Birthplace
+from syncline.fabric.handle import Ended, Times, not_done_message
 
 T = TypeVar("T")
 IN_FLIGHT = 2  # calls that have begun and not ended; as many as Gloo has threads to carry them out
 
 
-class Worker:
+class CallThread:
     """Carries out calls in turn."""
 
     def __init__(self, name: str) -> None:
@@ -39,16 +39,16 @@ class Worker:
         self.last_flight: Future[Ended] | None = None
         self.is_closed = False
 
-    def submit(self, work: Callable[[], Times], call: str, deadline_s: float) -> WorkerHandle:
+    def submit(self, work: Callable[[], Times], call: str, deadline_s: float) -> CallHandle:
         """Queue a call."""
         self.birthplace.require()
         with self.lock:
-            return WorkerHandle(self._queue(lambda: Ended(work()), call), call, deadline_s)
+            return CallHandle(self._queue(lambda: Ended(work()), call), call, deadline_s)
 
-    def submit_flight(self, begin: Callable[[], Callable[[], Ended]], call: str, deadline_s: float) -> WorkerHandle:
+    def submit_flight(self, begin: Callable[[], Callable[[], Ended]], call: str, deadline_s: float) -> CallHandle:
         """Queue a call that begins in its turn; what `begin` returns waits for its end."""
 
-        def take_off() -> Callable[[], Ended]:
+        def start() -> Callable[[], Ended]:
             self.room.acquire()
             try:
                 return begin()
@@ -56,7 +56,7 @@ class Worker:
                 self.room.release()
                 raise
 
-        def land(begun: Future[Callable[[], Ended]]) -> Ended:
+        def end_in_turn(begun: Future[Callable[[], Ended]]) -> Ended:
             end = begun.result()
             try:
                 return end()
@@ -65,11 +65,11 @@ class Worker:
 
         self.birthplace.require()
         with self.lock:
-            begun = self._pool(call).submit(take_off)
+            begun = self._pool(call).submit(start)
             if self.ends is None:
                 self.ends = ThreadPoolExecutor(1, thread_name_prefix=f"{self.name}, ends")
-            self.last = self.last_flight = self.ends.submit(land, begun)
-            return WorkerHandle(self.last_flight, call, deadline_s)
+            self.last = self.last_flight = self.ends.submit(end_in_turn, begun)
+            return CallHandle(self.last_flight, call, deadline_s)
 
     def in_turn(self, work: Callable[[], T]) -> T:
         """Carry out a call after those that are queued."""
@@ -118,7 +118,7 @@ class Worker:
         return self.pool
 
 
-class WorkerHandle:
+class CallHandle:
     """A queued call."""
 
     def __init__(self, future: Future[Ended], call: str, deadline_s: float) -> None:
@@ -135,10 +135,7 @@ class WorkerHandle:
         except CancelledError:
             raise FabricClosed(f"the fabric was closed before {self.call} had begun") from None
         except FutureTimeout:
-            raise FabricError(
-                f"{self.call} is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
-                f"{self.deadline_s} s late"
-            ) from None
+            raise FabricError(not_done_message(self.call, deadline_s or 0.0, self.deadline_s)) from None
 
     def done(self) -> bool:
         """Whether it is over, one way or another."""

@@ -1,0 +1,74 @@
+"""Process groups of torch.distributed: making one of some ranks, its store, and ending its connections."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store, _new_process_group_helper, _world
+
+from syncline.errors import JoinFailed
+
+NEVER_SENT = 1  # a tag that no message has
+
+
+def make_group(
+    store: Store, name: str, members: list[int], rank: int, backend: str, patience: timedelta
+) -> dist.ProcessGroup:
+    """A group under a name; `members` are ranks of the world, this process the one at `rank` of them.
+
+    `dist.new_group` names a group of some ranks after them and the number of groups that the caller has. Ranks do not
+    have that in common, and it comes again when a group was destroyed. So what is behind it is used here.
+    """
+    try:
+        made: tuple[dist.ProcessGroup, object] = _new_process_group_helper(
+            len(members),
+            rank,
+            members,
+            dist.Backend(backend),
+            store,
+            name,  # type: ignore[arg-type]
+            timeout=patience,
+        )
+    except RuntimeError as error:
+        raise JoinFailed(f"{name}: not all have come within {patience.total_seconds()} s: {error}") from error
+    _world.pg_group_ranks[made[0]] = {member: number for number, member in enumerate(members)}
+    return made[0]
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Wake whoever waits for this rank in a group, and end what it has under way itself.
+
+    Gloo cannot be told to abort, but it closes all connections of a group when one wait times out: so one does.
+    """
+    with suppress(RuntimeError, NotImplementedError):
+        group.abort()
+    for peer in (rank for rank in range(group.size()) if rank != group.rank()):
+        with suppress(RuntimeError):  # from one that is gone it fails without waiting, so all are tried
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], peer, NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def keeper_of_store(group: dist.ProcessGroup) -> int | None:
+    """The rank of a group whose process keeps its store; None if none of its ranks does."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or dist.group.WORLD is None:
+        return None
+    is_kept = isinstance(base_of(dist.group.WORLD.get_group_store()), TCPStore)
+    ranks = dist.get_process_group_ranks(group)
+    return ranks.index(0) if is_kept and 0 in ranks else None
+
+
+def base_of(store: Store) -> Store:
+    """The store itself, without the prefixes of groups."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def exists(group: dist.ProcessGroup | None) -> bool:
+    """Whether nobody has destroyed it."""
+    return group in _world.pg_map
