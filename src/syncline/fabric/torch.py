@@ -12,7 +12,10 @@ import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from datetime import timedelta
 from typing import ClassVar
 
@@ -26,12 +29,12 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _new_process_
 from syncline.collectives.execute import HALVES, Op
 from syncline.collectives.schedule import Hosts
 from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed, PeerAborted
-from syncline.fabric.base import Ended, Handle, Note, Times, describe
+from syncline.fabric.base import Handle, Note, Times, describe
 from syncline.fabric.blame import Kind
 from syncline.fabric.board import Board
 from syncline.fabric.channel import Channel, MessageChannel
 from syncline.fabric.deadlines import Deadlines
-from syncline.fabric.divide import divide
+from syncline.fabric.divide import divide, mean_of_halves
 from syncline.fabric.hosts import group_by_host, host_key
 from syncline.fabric.inquest import Inquest
 from syncline.fabric.messages import MessageFabric
@@ -329,7 +332,9 @@ class TorchChannel(MessageChannel):
 
     def __init__(self, fabric: TorchFabric) -> None:
         super().__init__(fabric)
-        self.second: TorchFabric | None = None  # for calls that follow others of this channel
+        self.second: TorchChannel | None = None  # for calls that follow others of this channel
+        self.followed = InOrder()
+        self.scratch = ScratchMemory()
 
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> Handle:
         if collective == "direct" and op == "mean" and tensor.dtype in HALVES and self.fabric.backend == "gloo":
@@ -367,12 +372,15 @@ class TorchChannel(MessageChannel):
         return self._exchanged(taken, parts, end)
 
     def _all_gather(self, gathered: Tensor, own: Tensor) -> Handle:
+        return self._gathered(gathered, own)
+
+    def _gathered(self, gathered: Tensor, own: Tensor, end: Callable[[], bool | None] = lambda: None) -> EngineHandle:
         if self._goes_at_once(own.nbytes):
-            return self._exchanged(gathered, own.view(-1).repeat(self.fabric.world, 1))
+            return self._exchanged(gathered, own.view(-1).repeat(self.fabric.world, 1), end)
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.fabric.deadlines.operation)
         call = describe("all_gather", "copy", own, "engine")
-        return self._start(call, lambda group: group._allgather_base(gathered.view(-1), own, options))
+        return self._start(call, lambda group: group._allgather_base(gathered.view(-1), own, options), end)
 
     def _exchange(self, taken: Tensor, parts: Tensor) -> Handle:
         return self._exchanged(taken, parts)
@@ -388,36 +396,23 @@ class TorchChannel(MessageChannel):
     def _mean_of_halves(self, tensor: Tensor) -> Handle:
         """The direct all-reduce in two calls of the engine: slices to their owners, who add in fp32, and means to all.
 
-        The second calls have a group of their own: they start when the first ones are over, in the order of those.
+        The second calls have a group of their own, because they begin when the first ones are over.
         """
-        fabric, world = self.fabric, self.fabric.world
-        call = describe("all_reduce", "mean", tensor, "direct")
-        fabric.begin_call(call)
         if self.second is None:
-            self.second = fabric.sibling()
-        second = self.second
-        slices = sliced(tensor, world)
-        taken = torch.empty_like(slices)
-        options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=fabric.deadlines.operation)
-        first = self._start(call, lambda group: group.alltoall_base(taken.view(-1), slices.view(-1), [], [], options))
+            self.second = TorchChannel(self.fabric.sibling())
+        second, slices = self.second, sliced(tensor, self.fabric.world)
+        taken = self.scratch.take(slices)
 
-        def begin() -> Callable[[], Ended]:
-            first.wait()
-            total = taken[0].to(torch.float32)
-            for row in taken[1:]:
-                total += row.to(torch.float32)
-            gathered = TorchChannel(second)._all_gather(slices, (total / world).to(tensor.dtype))
+        def end() -> None:
+            self.scratch.give_back(taken)
+            if slices.data_ptr() != tensor.data_ptr():
+                tensor.copy_(slices.view(-1)[: tensor.numel()])
 
-            def end() -> Ended:
-                gathered.wait()
-                if slices.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(slices.view(-1)[: tensor.numel()])
-                return Ended(Times(first.began_ns, first.began_ns, time.monotonic_ns()))
+        def add_up() -> Callable[[], EngineHandle]:
+            mean_of_halves(taken)
+            return lambda: second._gathered(slices, taken[0], end)
 
-            return end
-
-        return fabric.worker.submit_flight(begin, call, fabric.deadlines.operation)
+        return self.followed.follow(self._exchanged(taken, slices), add_up)
 
     def _start(
         self, call: str, start: Callable[[dist.ProcessGroup], dist.Work], end: Callable[[], bool | None] = lambda: None
@@ -466,10 +461,7 @@ class EngineHandle:
             ended = threading.Event()
             self.on_done(ended.set)
             if not ended.wait(deadline_s):
-                raise FabricError(
-                    f"{self.call} is not done after {deadline_s} s; it goes on, and fails by itself when a rank is "
-                    f"{self.fabric.deadlines.operation} s late"
-                )
+                raise self.late(deadline_s)
         if self.is_ended:
             return
         try:
@@ -478,6 +470,13 @@ class EngineHandle:
             raise self.fabric.failed(None, error, self.began_ns / 1e9, self.call) from error
         self.is_ended = True
         self.is_finite = self.end()
+
+    def late(self, after_s: float | None) -> FabricError:
+        """The error of a wait that was too short."""
+        return FabricError(
+            f"{self.call} is not done after {after_s} s; it goes on, and fails by itself when a rank is "
+            f"{self.fabric.deadlines.operation} s late"
+        )
 
     def done(self) -> bool:
         """Whether it is over, one way or another."""
@@ -494,3 +493,105 @@ class EngineHandle:
     def finite(self) -> bool | None:
         """Whether no element of the result is infinite or NaN, where that came out on the way."""
         return self.is_finite
+
+
+class ScratchMemory:
+    """Memory for what comes from others, kept from call to call: pages that are given back are slow to get again."""
+
+    def __init__(self) -> None:
+        self.free: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+
+    def take(self, like: Tensor) -> Tensor:
+        """A tensor like this one, with whatever is in it."""
+        free = self.free.get((like.dtype, like.shape))
+        return free.pop() if free else torch.empty_like(like)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Let others have it."""
+        self.free.setdefault((tensor.dtype, tensor.shape), []).append(tensor)
+
+
+class InOrder:
+    """Calls that follow others, each begun when its first one is over: in the order of those, which all ranks share.
+
+    They begin in the thread of the engine that has ended the first one: it is awake, and another one would take long.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.waiting: deque[FollowedHandle] = deque()
+
+    def follow(self, first: EngineHandle, prepare: Callable[[], Callable[[], EngineHandle]]) -> FollowedHandle:
+        """Prepare a second call when the first is over; what that returns begins it, in its turn."""
+        handle = FollowedHandle(first)
+        with self.lock:
+            self.waiting.append(handle)
+        first.on_done(lambda: self._go_on(handle, prepare))
+        return handle
+
+    def _go_on(self, handle: FollowedHandle, prepare: Callable[[], Callable[[], EngineHandle]]) -> None:
+        begin = handle.begin_after(prepare)
+        with self.lock:
+            handle.begin = begin
+            while self.waiting and self.waiting[0].begin is not None:
+                self.waiting.popleft().go_on()
+
+
+class FollowedHandle:
+    """Two calls of the engine under way, of which the second follows the first."""
+
+    def __init__(self, first: EngineHandle) -> None:
+        self.first = first
+        self.begin: Callable[[], EngineHandle] | None = None  # the second call, once the first is over
+        self.last: Future[EngineHandle] = Future()  # the call that ends it, when that has begun
+
+    def begin_after(self, prepare: Callable[[], Callable[[], EngineHandle]]) -> Callable[[], EngineHandle]:
+        """What begins the second call; a first one that has failed is the last."""
+        try:
+            self.first.future.value()
+        except RuntimeError:
+            return lambda: self.first
+        try:
+            return prepare()
+        except BaseException as error:
+            self.last.set_exception(error)
+            return lambda: self.first
+
+    def go_on(self) -> None:
+        """Begin the second call, now that all before it have begun."""
+        assert self.begin is not None
+        if self.last.done():
+            return
+        try:
+            last = self.begin()
+        except BaseException as error:
+            self.last.set_exception(error)
+        else:
+            self.last.set_result(last)
+
+    def wait(self, deadline_s: float | None = None) -> None:
+        """Return when it is done; raise what it raised. Ctrl-C is heard meanwhile."""
+        self.first.fabric.birthplace.require()
+        try:
+            last = self.last.result(deadline_s)
+        except FutureTimeout:
+            raise self.first.late(deadline_s) from None
+        last.wait(deadline_s)
+
+    def done(self) -> bool:
+        """Whether it is over, one way or another."""
+        return self.last.done() and (self.last.exception() is not None or self.last.result().done())
+
+    def on_done(self, call: Callable[[], None]) -> None:
+        """Have something called when it is over, in a thread of the engine."""
+        self.last.add_done_callback(
+            lambda last: call() if last.exception() is not None else last.result().on_done(call)
+        )
+
+    def times(self) -> Times:
+        """When it happened; an engine does not say when all ranks had arrived."""
+        return Times(self.first.began_ns, self.first.began_ns, self.last.result().ended_ns)
+
+    def finite(self) -> bool | None:
+        """Whether no element of the result is infinite or NaN, which nobody has looked at."""
+        return None
