@@ -65,6 +65,11 @@ class Codec(ABC):
         return None
 
     @property
+    def stays_finite(self) -> bool:
+        """Whether means in float32 are finite where sums of all magnitudes of all ranks are, with room to spare."""
+        return True
+
+    @property
     def most_rounds(self) -> int:
         """How many questions a conversation asks at most."""
         return 1

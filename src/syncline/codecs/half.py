@@ -29,6 +29,11 @@ class Fp16(Codec):
     feedback: bool = False  # keep what rounding took away
 
     @property
+    def stays_finite(self) -> bool:
+        """Without feedback what is too large becomes infinite."""
+        return self.feedback
+
+    @property
     def most_rounds(self) -> int:
         return 2 if self.feedback else 1
 

@@ -391,6 +391,8 @@ class CodedPath(Path):
             assert isinstance(work, CodedWork)
             if is_good:
                 self._commit(current, work, unused)
+                if self.codec.stays_finite and work.buffer.values.dtype == torch.float32:
+                    work.buffer.finite = True
             else:
                 self._discard(work, current.status)
             work.pending = work.decoder = None
