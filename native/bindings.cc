@@ -191,6 +191,11 @@ void bind_halves(nb::module_& m) {
   m.def("widen", [](uintptr_t out, uintptr_t halves, size_t count, int dtype) {
           widen_buffer(at<float>(out), at(halves), count, DataType(dtype));
         }, "out"_a, "halves"_a, "count"_a, "dtype"_a, ReleaseGil());
+  m.def("mean", [](uintptr_t out, const std::vector<uintptr_t>& rows, size_t count, int dtype) {
+          std::vector<const void*> all;
+          for (const uintptr_t row : rows) all.push_back(at(row));
+          fold(at(out), all.data(), int(all.size()), count, DataType(dtype), ReduceOp::mean);
+        }, "out"_a, "rows"_a, "count"_a, "dtype"_a, ReleaseGil());
 }
 
 void bind_group(nb::module_& m) {

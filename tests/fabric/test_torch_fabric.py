@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import syncline
 from support.catalogue import ENGINES, one_now_others_slow
@@ -25,10 +27,10 @@ from support.references import all_same_bits, closed_form, same_bits
 from support.starting import hosts_as_told, joins_existing_group, not_a_member, number_of_threads, reduces_in_a_part
 from syncline.collectives.execute import HALVES
 from syncline.collectives.registry import ALGORITHMS
-from syncline.errors import ConfigError, UnknownName
+from syncline.errors import ConfigError, FabricError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.fabric.calls import DTYPES
-from syncline.fabric.divide import divide, divide_plainly
+from syncline.fabric.divide import divide, divide_plainly, mean_of_halves, mean_of_halves_plainly
 from syncline.fabric.hosts import digest, host_key
 from syncline.fabric.torch import TorchTransport, torch_fabric
 
@@ -189,6 +191,54 @@ SCRIPT = """
 
 @pytest.mark.sampled(1)
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_mean_of_halves_is_added_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
+    rows = torch.randn(5, 10_007, generator=torch.Generator().manual_seed(0)).mul_(9000).to(dtype)
+    native, plainly = rows.clone(), rows.clone()
+    mean_of_halves(native)
+    mean_of_halves_plainly(plainly)
+    assert same_bits(native, plainly)
+    assert same_bits(native[0], sum(row.float() for row in rows).div(5).to(dtype))
+
+
+def means_of_halves_in_flight(fabric: Fabric, lengths: list[int]) -> list[Tensor]:
+    """Several direct means of 16-bit values, begun at once and waited for from the last to the first."""
+    channel, tensors = fabric.channel(), [(torch.arange(n) % 977 * (fabric.rank + 1) / 3).half() for n in lengths]
+    handles = [channel.all_reduce(tensor, "mean", "direct") for tensor in tensors]
+    for handle in reversed(handles):
+        handle.wait()
+        assert handle.done()
+        assert handle.times().ended_ns > handle.times().began_ns
+    return tensors
+
+
+def test_means_of_halves_in_flight_are_those_of_their_own_call() -> None:
+    lengths = [1, 300_000, 7, 300_000, 500_001, 1000, 300_000]
+    for means in syncline.run(partial(means_of_halves_in_flight, lengths=lengths), 3, "torch"):
+        for length, mean in zip(lengths, means, strict=True):
+            numbers = torch.arange(length) % 977
+            assert same_bits(mean, sum((numbers * rank / 3).half().float() for rank in (1, 2, 3)).div(3).half())
+
+
+def waits_for_nobody(fabric: Fabric) -> str:
+    """The error of a wait for a mean of 16-bit values that rank 1 begins later."""
+    channel, values = fabric.channel(), torch.ones(1000).half()
+    channel.all_reduce(values, "mean", "direct").wait()
+    if fabric.rank == 1:
+        time.sleep(0.5)
+    handle, told = channel.all_reduce(values, "mean", "direct"), ""
+    if fabric.rank == 0:
+        with pytest.raises(FabricError, match=r"not done after 0\.05 s") as caught:
+            handle.wait(0.05)
+        told = str(caught.value)
+    handle.wait()
+    return told
+
+
+def test_a_wait_for_a_mean_of_halves_ends_in_time() -> None:
+    assert "goes on" in syncline.run(waits_for_nobody, 2, "torch")[0]
+
+
 @pytest.mark.parametrize(
     ("group", "fabric"),
     [

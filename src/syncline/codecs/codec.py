@@ -87,6 +87,11 @@ class Codec(ABC):
         """Where a bucket may be cut in two."""
         return Cut("element")
 
+    @property
+    def stays_finite(self) -> bool:
+        """Whether means in float32 are finite where sums of all magnitudes of all ranks are, with room to spare."""
+        return True
+
     @abstractmethod
     def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
         """The questions of a conversation about these parameters, whose values are float32, in their order."""

@@ -46,6 +46,11 @@ class Composed(Codec):
         return self.inner().feedback
 
     @property
+    def stays_finite(self) -> bool:
+        """Those of the one inside are."""
+        return self.inner().stays_finite
+
+    @property
     def tolerance(self) -> float:  # type: ignore[override]
         """That of the one inside."""
         return self.inner().tolerance

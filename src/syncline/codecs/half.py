@@ -34,6 +34,11 @@ class Fp16(Codec):
             return declare_slices(numel_of(parts), world, 1, self.length)
         return (Declaration("mean", (2 * numel_of(parts),), 2),)
 
+    @property
+    def stays_finite(self) -> bool:
+        """Without feedback what is too large becomes infinite."""
+        return self.feedback
+
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean; with feedback a one-shot exchange, because what the owner's rounding takes away is kept too."""
         if self.feedback:

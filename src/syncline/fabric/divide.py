@@ -1,7 +1,8 @@
-"""The division of a mean, after an engine has made the sum: in one pass that also sees whether all is finite."""
+"""The arithmetic of means that an engine leaves to us: it only adds, and not 16-bit values in float32."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from syncline.core.native import native
@@ -22,3 +23,20 @@ def divide(total: Tensor, world: int) -> bool | None:
 def divide_plainly(total: Tensor, world: int) -> None:
     """The twin of the native division."""
     total.div_(world, rounding_mode=None if total.is_floating_point() else "trunc")
+
+
+def mean_of_halves(rows: Tensor) -> None:
+    """Write the mean of rows of 16-bit values to the first; they are added in float32, in order, and rounded once."""
+    if native is None or rows.device.type != "cpu":
+        mean_of_halves_plainly(rows)
+        return
+    starts = [row.data_ptr() for row in rows]
+    native.mean(starts[0], starts, rows.shape[1], DTYPES.index(rows.dtype))
+
+
+def mean_of_halves_plainly(rows: Tensor) -> None:
+    """The twin of the native mean."""
+    total = rows[0].to(torch.float32)
+    for row in rows[1:]:
+        total += row.to(torch.float32)
+    rows[0] = total / len(rows)

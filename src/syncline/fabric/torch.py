@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,9 @@ from syncline.fabric.base import Fabric
 from syncline.fabric.calls import MessageCalls, check_rank, describe
 from syncline.fabric.channel import Channel, MessageChannel
 from syncline.fabric.deadlines import Deadlines
-from syncline.fabric.divide import divide
-from syncline.fabric.handle import Ended, Handle, Times, not_done_message
+from syncline.fabric.divide import divide, mean_of_halves
+from syncline.fabric.engine_handle import EngineHandle, InOrder, ScratchMemory
+from syncline.fabric.handle import Handle
 from syncline.fabric.health import Health, Kind, RankProgress
 from syncline.fabric.hosts import host_key
 from syncline.fabric.process_groups import close_connections, exists, keeper_of_store, make_group
@@ -338,7 +338,9 @@ class TorchChannel(MessageChannel):
 
     def __init__(self, transport: TorchTransport, open_channel: Callable[[str], Channel]) -> None:
         super().__init__(transport, open_channel)
-        self.second: Channel | None = None  # for calls that follow others of this channel
+        self.second: TorchChannel | None = None  # for calls that follow others of this channel
+        self.followed = InOrder()
+        self.scratch = ScratchMemory()
 
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> Handle:
         if collective == "direct" and op == "mean" and tensor.dtype in HALVES and self.transport.backend == "gloo":
@@ -376,12 +378,15 @@ class TorchChannel(MessageChannel):
         return self._exchanged(taken, parts, end)
 
     def _all_gather(self, gathered: Tensor, own: Tensor) -> Handle:
+        return self._gathered(gathered, own)
+
+    def _gathered(self, gathered: Tensor, own: Tensor, end: Callable[[], bool | None] = lambda: None) -> EngineHandle:
         if self._goes_at_once(own.nbytes):
-            return self._exchanged(gathered, own.view(-1).repeat(self.world, 1))
+            return self._exchanged(gathered, own.view(-1).repeat(self.world, 1), end)
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.transport.deadlines.operation)
         call = describe("all_gather", "copy", own, "engine")
-        return self._start(call, lambda group: group._allgather_base(gathered.view(-1), own, options))
+        return self._start(call, lambda group: group._allgather_base(gathered.view(-1), own, options), end)
 
     def _exchange(self, taken: Tensor, parts: Tensor) -> Handle:
         return self._exchanged(taken, parts)
@@ -397,36 +402,25 @@ class TorchChannel(MessageChannel):
     def _mean_of_halves(self, tensor: Tensor) -> Handle:
         """The direct all-reduce in two calls of the engine: slices to their owners, who add in fp32, and means to all.
 
-        The second calls have a group of their own: they start when the first ones are over, in the order of those.
+        The second calls have a group of their own, because they begin when the first ones are over.
         """
-        transport, world = self.transport, self.world
-        call = describe("all_reduce", "mean", tensor, "direct")
-        transport.begin_call(call)
         if self.second is None:
-            self.second = self.open_channel("means of halves")
-        second = self.second
-        slices = sliced(tensor, world)
-        taken = torch.empty_like(slices)
-        options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=transport.deadlines.operation)
-        first = self._start(call, lambda group: group.alltoall_base(taken.view(-1), slices.view(-1), [], [], options))
+            second = self.open_channel("means of halves")
+            assert isinstance(second, TorchChannel)
+            self.second = second
+        second, slices = self.second, sliced(tensor, self.world)
+        taken = self.scratch.take(slices)
 
-        def begin() -> Callable[[], Ended]:
-            first.wait()
-            total = taken[0].to(torch.float32)
-            for row in taken[1:]:
-                total += row.to(torch.float32)
-            gathered = second.all_gather(slices, (total / world).to(tensor.dtype))
+        def end() -> None:
+            self.scratch.give_back(taken)
+            if slices.data_ptr() != tensor.data_ptr():
+                tensor.copy_(slices.view(-1)[: tensor.numel()])
 
-            def end() -> Ended:
-                gathered.wait()
-                if slices.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(slices.view(-1)[: tensor.numel()])
-                return Ended(Times(first.began_ns, first.began_ns, time.monotonic_ns()))
+        def add_up() -> Callable[[], EngineHandle]:
+            mean_of_halves(taken)
+            return lambda: second._gathered(slices, taken[0], end)
 
-            return end
-
-        return transport.thread.submit_flight(begin, call, transport.deadlines.operation)
+        return self.followed.follow(self._exchanged(taken, slices), add_up)
 
     def _start(
         self, call: str, start: Callable[[dist.ProcessGroup], dist.Work], end: Callable[[], bool | None] = lambda: None
@@ -447,61 +441,3 @@ def sliced(flat: Tensor, world: int) -> Tensor:
     slices = flat.new_zeros(world, -(-flat.numel() // world))
     slices.view(-1)[: flat.numel()] = flat
     return slices
-
-
-class EngineHandle:
-    """A call of the engine under way."""
-
-    def __init__(
-        self, transport: TorchTransport, call: str, work: dist.Work, end: Callable[[], bool | None], began_ns: int
-    ) -> None:
-        self.transport = transport
-        self.call = call
-        self.work: dist.Work | None = work  # until it has ended: it holds the tensors
-        self.end = end
-        self.began_ns = self.ended_ns = began_ns
-        self.is_finite: bool | None = None
-        self.future: torch.futures.Future[Any] | None = work.get_future()
-        self.future.add_done_callback(self._note_time)
-
-    def _note_time(self, _: object) -> None:
-        self.ended_ns = time.monotonic_ns()
-
-    def wait(self, deadline_s: float | None = None) -> None:
-        """Return when it is done; raise what it raised. Ctrl-C is heard meanwhile."""
-        self.transport.birthplace.require()
-        if not self.done():
-            ended = threading.Event()
-            self.on_done(ended.set)
-            if not ended.wait(deadline_s):
-                raise FabricError(not_done_message(self.call, deadline_s or 0.0, self.transport.deadlines.operation))
-        if self.work is None:
-            return
-        try:
-            self.work.wait()
-        except RuntimeError as error:
-            raise self.transport.health.failed(None, error, self.began_ns / 1e9, self.call) from error
-        self.is_finite = self.end()
-        self.work = self.future = None
-        self.end = lambda: None
-
-    def done(self) -> bool:
-        """Whether it is over, one way or another."""
-        future = self.future
-        return future is None or bool(future.done())
-
-    def on_done(self, call: Callable[[], None]) -> None:
-        """Have something called when it is over, in a thread of the engine."""
-        future = self.future
-        if future is None:
-            call()
-        else:
-            future.add_done_callback(lambda _: call())
-
-    def times(self) -> Times:
-        """When it happened; an engine does not say when all ranks had arrived."""
-        return Times(self.began_ns, self.began_ns, self.ended_ns)
-
-    def finite(self) -> bool | None:
-        """Whether no element of the result is infinite or NaN, where that came out on the way."""
-        return self.is_finite

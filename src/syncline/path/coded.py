@@ -291,6 +291,8 @@ class CodedPath(Path):
             work.unused = unused
             if is_good:
                 self._go_on(current, work)
+                if self.stages.codec.stays_finite and work.buffer.values.dtype == torch.float32:
+                    work.buffer.finite = True
             self.stages.end(work, current.status)
         self.good_passes += is_good
         current.ended.set()

@@ -1,0 +1,48 @@
+"""What the status of a pass says of sums needs no second look at the means, unless the codec can make them infinite."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import syncline
+from support.guarded import filled
+
+SAYS = {
+    "topk:0.1": True,
+    "int8": True,
+    "powersgd:2": True,
+    "fp16:feedback=true": True,
+    "warmup:topk:0.1": True,
+    "fp16": None,
+    "bf16": None,
+}
+
+
+def finite_as_known(fabric: syncline.Fabric, codec: str, scale: float) -> tuple[list[bool | None], bool]:
+    """What is known of the means after a backward pass, and whether the step was skipped."""
+    model = filled(nn.Linear(30, 20), seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
+    before = model.weight.detach().clone()
+    (model(torch.full((3, 30), float(fabric.rank + 1))).sum() * scale).backward()
+    known = [bucket.buffer.finite for bucket in sync.reducer.layout.buckets]
+    optimizer.step()
+    sync.close()
+    return known, torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("codec", SAYS)
+def test_means_are_known_to_be_finite_where_sums_fit(codec: str) -> None:
+    for known, was_skipped in syncline.run(partial(finite_as_known, codec=codec, scale=1.0), 2, "threads"):
+        assert set(known) == {SAYS[codec]}
+        assert not was_skipped
+
+
+def test_a_mean_that_fp16_cannot_hold_is_found() -> None:
+    for known, was_skipped in syncline.run(partial(finite_as_known, codec="fp16", scale=1e6), 2, "threads"):
+        assert set(known) == {None}
+        assert was_skipped
