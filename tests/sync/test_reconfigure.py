@@ -89,6 +89,19 @@ def test_it_equals_a_run_that_was_saved_and_restored_with_those_settings(
     assert all(same_bits(rank[-1], one[0][-1]) for rank in one)  # replicas are equal after drain()
 
 
+def test_the_warmup_of_a_new_mode_begins_where_the_mode_does() -> None:
+    def places(fabric: syncline.Fabric) -> list[Tensor]:
+        trainee = Trainee(fabric, "sync", PLAIN)
+        trainee.train(STEPS)
+        trainee.sync.reconfigure(mode="delayed:warmup=2")
+        return trainee.train(4)
+
+    for one, two, three, four in syncline.run(places, 2, "threads", DEADLINES):
+        assert not same_bits(one, two)  # means are used at once
+        assert same_bits(two, three)  # the first one that is late has nothing to step with
+        assert not same_bits(three, four)
+
+
 @pytest.mark.parametrize("fabric", PROCESS_FABRICS)
 def test_processes_reconfigure(fabric: str) -> None:
     before, after = {"codec": "int8"}, {"mode": "delayed", "codec": "topk:0.3", "bucket_bytes": 512}

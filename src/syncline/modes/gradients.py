@@ -319,6 +319,9 @@ class GradientDriver(Driver):
         if isinstance(previous, GradientDriver):
             self.reducer.restore(previous.reducer.state_dict())
             self.scale = previous.scale
+            self.changes_gradients = previous.changes_gradients
+            if self.replica.settings.mode != previous.replica.settings.mode:
+                self.reducer.begin_warmup()
         else:
             average_optimizers(self.replica.fabric, self.replica.optimizers)
         self.load_codec_state(residuals)

@@ -22,6 +22,7 @@ class Pass:
     since_step: int = 1  # passes since the last step, with this one; NO_DATA if it only takes part, or UNSURE
     late: bool = False  # made by the optimizer's step, because there was no backward pass, or none that synchronizes
     is_tainted: bool = False  # by a backward pass before it that failed and is part of the same step
+    lags: bool = False  # it is waited for only in the next one
     failed: bool = False  # an exception ended it, so nobody may use it
     autograd_pass: int = -1  # the engine's number, which changes in nested ones
     next_bucket: int = 0

@@ -98,6 +98,7 @@ class Reducer:
         self.path = path
         self.config = config
         self.listener = listener
+        self.lags_after = config.lags_after
         self.layout = Layout(
             fabric,
             sparse_names,
@@ -196,7 +197,7 @@ class Reducer:
             bucket.begin()
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.fired = 0
-        begun = Pass(self.passes, synchronizes, self.counter.next(has_data), late, self.is_tainted)
+        begun = Pass(self.passes, synchronizes, self.counter.next(has_data), late, self.is_tainted, self.lags)
         begun.works.append(self.path.begin(begun.number, has_data))
         for bucket in self.layout.buckets:
             bucket.divisor = self.path.divisor_of(bucket.buffer.values.dtype)
@@ -453,7 +454,7 @@ class Reducer:
         before, self.state = self.state, State.ARRIVING
         self.depart(current)
         status = None
-        if self.lags:
+        if current.lags:
             self.arrive_late()
             self.in_flight = current
         else:
@@ -466,8 +467,13 @@ class Reducer:
 
     @property
     def lags(self) -> bool:
-        """Whether a pass is waited for only in the next one. A warm-up counts good passes, as codecs do."""
-        return self.config.lags_after is not None and self.path.good_passes >= self.config.lags_after
+        """Whether a pass that begins now is waited for only in the next one, after a warm-up of good passes."""
+        return self.lags_after is not None and self.path.good_passes >= self.lags_after
+
+    def begin_warmup(self) -> None:
+        """Count the good passes of the warm-up from here, because the mode begins here."""
+        if self.config.lags_after is not None:
+            self.lags_after = self.config.lags_after + self.path.good_passes
 
     def depart(self, current: Pass) -> None:
         """See that everything has left, also what was unfrozen in this pass."""
@@ -624,10 +630,12 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """The buckets, the number of passes, and the means of a pass that is in flight, which are waited for."""
+        in_flight = self.saved_pass()  # whose residuals count as committed
         return self.layout.state_dict() | {
             "passes": self.passes,
             "good_passes": self.path.good_passes,
-            "in_flight": self.saved_pass(),
+            "lags_after": self.lags_after,
+            "in_flight": in_flight,
         }
 
     def saved_pass(self) -> dict[str, Any] | None:
@@ -641,6 +649,8 @@ class Reducer:
         """Go on from what was saved."""
         self.passes = self.passes_before_step = self.ended_by_all = saved["passes"]
         self.path.good_passes = saved["good_passes"]
+        if self.config.lags_after is not None and saved["lags_after"] is not None:
+            self.lags_after = saved["lags_after"]
         self.counter.begin()
         in_flight = saved["in_flight"]
         self.in_flight = SavedPass.restored(in_flight) if in_flight else None
