@@ -10,7 +10,7 @@ from torch import nn
 
 import syncline
 from support.guarded import filled
-from syncline.path import coded
+from syncline.path import codec_stages
 from syncline.tracing.quality import Quality, Watch, grows
 
 
@@ -112,7 +112,7 @@ def test_how_positions_were_written_is_told(codec: str, positions: str) -> None:
 
 def test_positions_are_looked_at_in_samples_only(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(coded, "positions_of", lambda message: looked.append(len(message)) or "rice")
+    monkeypatch.setattr(codec_stages, "positions_of", lambda message: looked.append(len(message)) or "rice")
     syncline.run(lambda fabric: sampled(fabric, "topk:0.01", steps=49), ranks=2, fabric="threads")
     assert not looked
     syncline.run(lambda fabric: sampled(fabric, "topk:0.01", steps=51), ranks=2, fabric="threads")

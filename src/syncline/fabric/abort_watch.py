@@ -1,13 +1,15 @@
 """Hearing of an abort while waiting for somebody else, through the process group's store.
 
 A rank that aborts closes its connections, which wakes whoever waits for it. Others may have all that it had to send,
-and wait for a third rank: they would not notice. So a thread of each rank looks for aborts, of all groups that it has.
+and wait for a third rank: they would not notice. So a thread of each rank looks for aborts, of all groups that it has,
+while a call of one of them takes long: the store is one process for all ranks, and is left alone in a healthy run.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -16,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from syncline.errors import FabricClosed
 
 POLL_S = 0.03
+LONG_S = 0.1  # a call that takes longer may be waiting for a rank that will never come
 
 
 class AbortWatch:
@@ -26,9 +29,18 @@ class AbortWatch:
         self.find_store = find_store
         self.rank = rank
         self.groups: dict[str, Callable[[], None]] = {}  # by name: what to do when one is aborted
+        self.calls: dict[int, float] = {}  # under way, by their `id`: when they began
         self.heard = 0
         self.closing = threading.Event()
         self.thread: threading.Thread | None = None
+
+    def call_begins(self, call: object) -> None:
+        """A call waits for other ranks from now on."""
+        self.calls[id(call)] = time.monotonic()
+
+    def call_ends(self, call: object) -> None:
+        """A call waits no longer."""
+        self.calls.pop(id(call), None)
 
     def add(self, group: str, aborted: Callable[[], None]) -> None:
         """Listen for aborts of a group."""
@@ -55,12 +67,18 @@ class AbortWatch:
     def _watch(self) -> None:
         with suppress(RuntimeError, FabricClosed):  # the store is gone: there is nothing to hear
             while not self.closing.wait(POLL_S):
+                if not self._waits_long():
+                    continue
                 store, key = self._store(), f"abort {self.heard + 1}"
                 if store.check([key]):
                     self.heard += 1
                     rank, group = json.loads(store.get(key))
                     if rank != self.rank and group in self.groups:
                         threading.Thread(target=self.groups[group], daemon=True).start()
+
+    def _waits_long(self) -> bool:
+        """Whether a call has been under way for long."""
+        return any(time.monotonic() - began_s > LONG_S for began_s in [*self.calls.values()])
 
     def _store(self) -> Store:
         return PrefixStore("syncline/aborts", self.find_store())

@@ -34,10 +34,12 @@ class EngineHandle:
         self.began_ns = self.ended_ns = began_ns
         self.is_finite: bool | None = None
         self.future: torch.futures.Future[Any] | None = work.get_future()
+        transport.health.watch.call_begins(self)
         self.future.add_done_callback(self._note_time)
 
     def _note_time(self, _: object) -> None:
         self.ended_ns = time.monotonic_ns()
+        self.transport.health.watch.call_ends(self)
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Return when it is done; raise what it raised. Ctrl-C is heard meanwhile."""

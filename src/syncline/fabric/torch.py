@@ -298,6 +298,7 @@ class TorchCalls(MessageCalls):
             except RuntimeError as error:
                 raise health.failed(None, error, started, during) from error
             health.in_flight.append(work)
+            health.watch.call_begins(work)
 
         def wait() -> None:
             try:
@@ -306,6 +307,7 @@ class TorchCalls(MessageCalls):
                 raise health.failed(None, error, started, during) from error
             finally:
                 health.in_flight.remove(work)
+                health.watch.call_ends(work)
 
         return wait
 
@@ -322,13 +324,17 @@ class TorchPending:
         self.transport.birthplace.require()
         started = time.monotonic()
         until = started + (deadline_s or self.transport.deadlines.operation)
-        while self.works:
-            work, peer = self.works[0]
-            try:
+        watch = self.transport.health.watch
+        watch.call_begins(self)
+        try:
+            while self.works:
+                work, peer = self.works[0]
                 work.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
-            except RuntimeError as error:
-                raise self.transport.health.failed(peer, error, started, self.transport.during) from error
-            self.works.pop(0)
+                self.works.pop(0)
+        except RuntimeError as error:
+            raise self.transport.health.failed(peer, error, started, self.transport.during) from error
+        finally:
+            watch.call_ends(self)
 
 
 class TorchChannel(MessageChannel):
