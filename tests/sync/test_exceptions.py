@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from support.scenarios import (
     of_layers,
 )
 from support.weights import assert_close, assert_replicas
+from syncline.codecs.none import void
 from syncline.errors import RankFailed
 
 
@@ -146,3 +149,35 @@ def test_processes_fail_and_go_on(fabric: str) -> None:
         results = [result[case] for result in ranks]
         assert_replicas(results)
         assert_close(results[0].parameters, without_failed_steps(failing, 2).parameters, 1e-10)
+
+
+def fail(gradient: Tensor) -> None:
+    raise ArithmeticError
+
+
+def senders_of_a_failed_pass(fabric: syncline.Fabric) -> tuple[list[str], int]:
+    """Threads that send after an exception in backward, and the number of buckets."""
+    model = fill(mlp(), seed=0)
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, first_bucket_bytes=1, bucket_bytes=1)
+    squared(model, Batch(fabric.rank, 0)).backward()
+    optimizer.step()
+    start, senders = sync.reducer.path.start, []
+
+    def note_sender(*arguments: Any) -> None:
+        senders.append(threading.current_thread().name)
+        start(*arguments)
+
+    sync.reducer.path.start = note_sender
+    model[0].register_forward_hook(lambda *given: void(given[-1].register_hook(fail)))
+    with pytest.raises(ArithmeticError):
+        squared(model, Batch(fabric.rank, 1)).backward()
+    optimizer.step()
+    sync.close()
+    return senders, len(sync.buckets)
+
+
+def test_no_destructor_sends_what_a_failed_backward_pass_has_not_sent() -> None:
+    for rank, (senders, buckets) in enumerate(syncline.run(senders_of_a_failed_pass, 2, "threads", DEADLINES)):
+        assert len(senders) == buckets
+        assert senders[-1] == f"rank {rank} ends a failed pass"

@@ -12,6 +12,7 @@ All that ranks say to each other is said in a pass, so a rank that has no more d
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -114,6 +115,7 @@ class Reducer:
         self.counter = PassCounter()
         self.current: Pass | None = None  # in FILLING and ACCUMULATING
         self.abandoned: Pass | None = None  # in ABANDONED
+        self.ending: threading.Thread | None = None  # in ABANDONED: sends what the failed pass had not sent
         self.in_flight: Pass | SavedPass | None = None  # whose gradients the next backward will return
         self.has_late_means = False  # in AT_HAND: those of the pass before
         self.failure: FabricError | None = None  # in BROKEN
@@ -374,8 +376,9 @@ class Reducer:
     def backward_failed(self) -> None:
         """An exception ended the backward pass: the others must not wait, and nobody may use this pass.
 
-        This is called while the exception is on its way to the caller, so nothing is waited for here. The gradients
-        are dropped, so that the next backward pass does not write into buckets that are still under way.
+        A destructor calls this while the exception is on its way to the caller, so it only notes the failure and wakes
+        a thread that sends the rest. The gradients are dropped, so that the next backward pass does not write into
+        buckets that are still under way.
         """
         current, self.current = self.current, None
         if current is None:
@@ -388,11 +391,23 @@ class Reducer:
         current.failed = True
         self.abandoned = current
         self.state = State.ABANDONED
+        name = f"rank {self.fabric.rank} ends a failed pass"
+        self.ending = threading.Thread(target=self.end_abandoned, args=(current,), name=name, daemon=True)
+        self.ending.start()
+
+    def end_abandoned(self, current: Pass) -> None:
+        """Send zeros for what a failed pass has not sent, and its status; nothing is waited for."""
         with suppress(SynclineError):
             self.publish(current, Doing.FAILED)
             if self.layout.is_made and not current.has_ended:
                 self.send_from(current.next_bucket, current)
                 self.end_pass(current)
+
+    def wait_for_ending(self) -> None:
+        """Wait until a failed pass has left; after that only this thread sends anything."""
+        ending, self.ending = self.ending, None
+        if ending is not None:
+            ending.join()
 
     def drop_gradients(self) -> None:
         """The memory that they are in is not theirs any more."""
@@ -445,6 +460,7 @@ class Reducer:
 
     def complete_abandoned(self) -> None:
         """Finish with the others a pass that failed here."""
+        self.wait_for_ending()
         current, self.abandoned = self.abandoned, None
         if current is not None:
             self.complete(current)
@@ -697,6 +713,7 @@ class Reducer:
 
     def close(self) -> None:
         """Stop watching."""
+        self.wait_for_ending()
         self.layout.close()
         self.path.close()
 
