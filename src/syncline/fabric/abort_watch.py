@@ -1,8 +1,9 @@
 """Hearing of an abort while waiting for somebody else, through the process group's store.
 
 A rank that aborts closes its connections, which wakes whoever waits for it. Others may have all that it had to send,
-and wait for a third rank: they would not notice. So a thread of each rank looks for aborts, of all groups that it has,
-while a call of one of them takes long: the store is one process for all ranks, and is left alone in a healthy run.
+and wait for a third rank: they would not notice. Nor does Gloo always end what waits when a rank has died. So a thread
+of each rank looks for aborts, of all groups that it has, while a call of one of them takes long: the store is one
+process for all ranks, and is left alone in a healthy run.
 """
 
 from __future__ import annotations

@@ -32,13 +32,15 @@ class FailureAttribution:
         self,
         find_store: Callable[[], Store],
         give_up_connections: Callable[[], None],
+        announce: Callable[[], None],
         rank: int,
         world: int,
         keeper: int | None = None,
     ) -> None:
-        """`keeper`: the rank that keeps the store, if one of these does."""
+        """`announce` wakes those who wait for a third rank; `keeper` is the rank that keeps the store, if any is."""
         self.find_store = find_store
         self.give_up_connections = give_up_connections
+        self.announce = announce
         self.rank = rank
         self.world = world
         self.keeper = keeper
@@ -57,13 +59,13 @@ class FailureAttribution:
         guilty, how = self.verdict(peer, kind)
         return peer_error(how, guilty, self.rank, during, waited_s)
 
-    def abort(self, announce: Callable[[], None]) -> None:
+    def abort(self) -> None:
         """Report that this rank gives up for a reason of its own, announce it, and wake those who wait for it."""
 
         def tell() -> None:
             with suppress(RuntimeError, FabricClosed):
                 self._store().set(str(self.rank), json.dumps([self.rank, "aborted"]))
-                announce()
+                self.announce()
 
         self._report(self.rank, "aborted", TELLING_S, tell)
         self.give_up_connections()
@@ -108,6 +110,7 @@ class FailureAttribution:
             store = self._store()
             store.set(str(self.rank), json.dumps([peer, kind]))
             self.has_store = True
+            self.announce()
             self.give_up_connections()
             self._collect_until(store, time.monotonic() + PATIENCE_S)
         except (RuntimeError, FabricClosed):

@@ -149,7 +149,7 @@ class TorchTransport(MessageTransport):
             keeper = self.health.attribution.keeper
             keeper = ranks.index(keeper) if keeper in ranks else None
             its_store = PrefixStore(f"{full_name}/", store)
-            attribution = FailureAttribution(lambda: its_store, lambda: None, rank, len(ranks), keeper)
+            attribution = FailureAttribution(lambda: its_store, lambda: None, lambda: None, rank, len(ranks), keeper)
             raise attribution.blame(None, "lost", f"the making of {name}", time.monotonic() - started) from error
         return TorchTransport(made, self.group.among(ranks), self.deadlines, owns_group=True, parent=self)
 
@@ -186,7 +186,12 @@ class TorchHealth(Health):
         self.watch = watch or AbortWatch(self._find_store, transport.rank)
         keeper = keeper_of_store(transport.process_group)
         self.attribution = FailureAttribution(
-            self._find_store, self._close_connections, transport.rank, transport.world, keeper
+            self._find_store,
+            self._close_connections,
+            lambda: self.watch.tell(self._name),
+            transport.rank,
+            transport.world,
+            keeper,
         )
         self.progress = ProgressStore(self._find_store, transport.rank)
         self.judging = threading.Lock()
@@ -207,7 +212,7 @@ class TorchHealth(Health):
     def abort(self, why: str) -> None:
         with self.starting:
             self.failure = self.failure or PeerAborted(self.transport.rank, why)
-        self.attribution.abort(lambda: self.watch.tell(self._name))
+        self.attribution.abort()
 
     def _aborted(self) -> None:
         """Another rank has aborted: end what is under way here."""
