@@ -295,6 +295,7 @@ def close_from_threads(fabric: Fabric, times: int) -> list[str]:
 
     for _ in range(times):
         pair = fabric.subgroup([0, 1])
+        fabric.barrier()  # what is closed while another rank connects to it fails there
         threads = [threading.Thread(target=close, args=(pair,)) for _ in range(4)]
         for thread in threads:
             thread.start()

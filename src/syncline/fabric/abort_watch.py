@@ -17,6 +17,7 @@ from contextlib import suppress
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from syncline.errors import FabricClosed
+from syncline.fabric.health import Kind
 
 POLL_S = 0.03
 LONG_S = 0.1  # a call that takes longer may be waiting for a rank that will never come
@@ -29,7 +30,7 @@ class AbortWatch:
         """The store is asked for and not kept: the user may destroy its group."""
         self.find_store = find_store
         self.rank = rank
-        self.groups: dict[str, Callable[[], None]] = {}  # by name: what to do when one is aborted
+        self.groups: dict[str, Callable[[Kind], None]] = {}  # by name: what to do when one is aborted, and why it is
         self.calls: dict[int, float] = {}  # under way, by their `id`: when they began
         self.heard = 0
         self.closing = threading.Event()
@@ -39,11 +40,15 @@ class AbortWatch:
         """A call waits for other ranks from now on."""
         self.calls[id(call)] = time.monotonic()
 
+    def waits_since(self) -> float:
+        """When the oldest call under way began; now if there is none."""
+        return min([*self.calls.values()], default=time.monotonic())
+
     def call_ends(self, call: object) -> None:
         """A call waits no longer."""
         self.calls.pop(id(call), None)
 
-    def add(self, group: str, aborted: Callable[[], None]) -> None:
+    def add(self, group: str, aborted: Callable[[Kind], None]) -> None:
         """Listen for aborts of a group."""
         self.groups[group] = aborted
         if self.thread is None:
@@ -54,10 +59,10 @@ class AbortWatch:
         """Listen no more."""
         self.groups.pop(group, None)
 
-    def tell(self, group: str) -> None:
-        """Let the others hear that this rank aborts a group."""
+    def tell(self, group: str, kind: Kind) -> None:
+        """Let the others hear that this rank aborts a group, or has found out that a rank of it is lost or stalled."""
         store = self._store()
-        store.set(f"abort {store.add('aborts', 1)}", json.dumps([self.rank, group]))
+        store.set(f"abort {store.add('aborts', 1)}", json.dumps([self.rank, group, kind]))
 
     def close(self) -> None:
         """End the thread."""
@@ -73,13 +78,13 @@ class AbortWatch:
                 store, key = self._store(), f"abort {self.heard + 1}"
                 if store.check([key]):
                     self.heard += 1
-                    rank, group = json.loads(store.get(key))
+                    rank, group, kind = json.loads(store.get(key))
                     if rank != self.rank and group in self.groups:
-                        threading.Thread(target=self.groups[group], daemon=True).start()
+                        threading.Thread(target=self.groups[group], args=(kind,), daemon=True).start()
 
     def _waits_long(self) -> bool:
         """Whether a call has been under way for long."""
-        return any(time.monotonic() - began_s > LONG_S for began_s in [*self.calls.values()])
+        return time.monotonic() - self.waits_since() > LONG_S
 
     def _store(self) -> Store:
         return PrefixStore("syncline/aborts", self.find_store())

@@ -32,7 +32,7 @@ class FailureAttribution:
         self,
         find_store: Callable[[], Store],
         give_up_connections: Callable[[], None],
-        announce: Callable[[], None],
+        announce: Callable[[Kind], None],
         rank: int,
         world: int,
         keeper: int | None = None,
@@ -65,7 +65,7 @@ class FailureAttribution:
         def tell() -> None:
             with suppress(RuntimeError, FabricClosed):
                 self._store().set(str(self.rank), json.dumps([self.rank, "aborted"]))
-                self.announce()
+                self.announce("aborted")
 
         self._report(self.rank, "aborted", TELLING_S, tell)
         self.give_up_connections()
@@ -110,7 +110,7 @@ class FailureAttribution:
             store = self._store()
             store.set(str(self.rank), json.dumps([peer, kind]))
             self.has_store = True
-            self.announce()
+            self.announce(kind)
             self.give_up_connections()
             self._collect_until(store, time.monotonic() + PATIENCE_S)
         except (RuntimeError, FabricClosed):

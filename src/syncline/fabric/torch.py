@@ -149,7 +149,7 @@ class TorchTransport(MessageTransport):
             keeper = self.health.attribution.keeper
             keeper = ranks.index(keeper) if keeper in ranks else None
             its_store = PrefixStore(f"{full_name}/", store)
-            attribution = FailureAttribution(lambda: its_store, lambda: None, lambda: None, rank, len(ranks), keeper)
+            attribution = FailureAttribution(lambda: its_store, lambda: None, lambda _: None, rank, len(ranks), keeper)
             raise attribution.blame(None, "lost", f"the making of {name}", time.monotonic() - started) from error
         return TorchTransport(made, self.group.among(ranks), self.deadlines, owns_group=True, parent=self)
 
@@ -188,7 +188,7 @@ class TorchHealth(Health):
         self.attribution = FailureAttribution(
             self._find_store,
             self._close_connections,
-            lambda: self.watch.tell(self._name),
+            lambda kind: self.watch.tell(self._name, kind),
             transport.rank,
             transport.world,
             keeper,
@@ -214,15 +214,19 @@ class TorchHealth(Health):
             self.failure = self.failure or PeerAborted(self.transport.rank, why)
         self.attribution.abort()
 
-    def _aborted(self) -> None:
-        """Another rank has aborted: end what is under way here."""
-        self.failed(None, RuntimeError("aborted"), time.monotonic(), self.transport.during)
+    def _aborted(self, kind: Kind) -> None:
+        """Another rank has aborted, or noticed that one is lost or stalled: end what is under way here."""
+        seen: Kind = "lost" if kind == "aborted" else kind  # this rank itself has not aborted
+        self._judge(None, seen, self.watch.waits_since(), self.transport.during)
 
     def failed(self, peer: int | None, error: RuntimeError, started: float, during: str) -> FabricError:
         """Find out who is to blame, wake the others, and remember it: once, whichever thread notices first."""
+        kind: Kind = "stalled" if "imed out" in str(error) or "imeout" in str(error) else "lost"
+        return self._judge(peer, kind, started, during)
+
+    def _judge(self, peer: int | None, kind: Kind, started: float, during: str) -> FabricError:
         with self.judging:
             if self.failure is None:
-                kind: Kind = "stalled" if "imed out" in str(error) or "imeout" in str(error) else "lost"
                 self.failure = self.attribution.blame(peer, kind, during, time.monotonic() - started)
             return self.failure
 
