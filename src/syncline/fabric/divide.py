@@ -21,7 +21,7 @@ def divide(total: Tensor, world: int) -> bool | None:
 
 
 def divide_plainly(total: Tensor, world: int) -> None:
-    """The twin of the native division."""
+    """The reference of the native division, which gives the same bits."""
     total.div_(world, rounding_mode=None if total.is_floating_point() else "trunc")
 
 
@@ -35,7 +35,7 @@ def mean_of_halves(rows: Tensor) -> None:
 
 
 def mean_of_halves_plainly(rows: Tensor) -> None:
-    """The twin of the native mean."""
+    """The reference of the native mean, which gives the same bits."""
     total = rows[0].to(torch.float32)
     for row in rows[1:]:
         total += row.to(torch.float32)
