@@ -1,7 +1,8 @@
 """What all ranks know at the end of a pass: one sum of int32 words, of a length that follows from the plan.
 
-    counts                                 nonfinite          present              of rank 0            of rank 1 ...
-    failed | late | unfrozen | touched     one a bucket       one a parameter      since step, number, digest, call
+    counts                                 nonfinite        present            of rank 0               of rank 1 ...
+    failed | late | unfrozen | touched     one a bucket     one a parameter    since step, number,
+                                                                               digest, call, ready (2)
 
 It travels on its own, beside the buckets, so that no bucket carries anything but gradients. Every word but those of a
 rank is a number of ranks. A rank writes its own words and zeros in those of the others, so that their sum is what every
@@ -22,7 +23,7 @@ from syncline.core.ranks import some_ranks
 from syncline.errors import Desync
 
 COUNTS = 4  # words that say how many ranks have failed, were late, have unfrozen parameters, have touched their replica
-OWN = 4  # words of each rank
+OWN = 6  # words of each rank
 MOST_PASSES = 1 << 20  # numbers of passes are compared modulo this
 
 
@@ -56,6 +57,7 @@ class PassStatus:
     unused: frozenset[int] = frozenset()  # positions of parameters that no rank has a gradient of
     numbers: tuple[int, ...] = ()  # of each rank: the number of the pass that it is in
     calls: tuple[int, ...] = ()  # of each rank: what it does
+    ready_us: tuple[tuple[int, int], ...] = ()  # of each rank: when its first and last bucket was full, as it says
 
     def refuse_different_calls(self) -> None:
         """Raise `Desync` on every rank if they do different things, or are in different passes."""
@@ -90,6 +92,7 @@ class OwnStatus:
     touched: bool = False
     digest: int = 0  # of this replica, or of the plan that a rank wants to adopt; 24 bits
     call: Call = Call.SYNCHRONIZE
+    ready_us: tuple[int, int] = (0, 0)  # when its first and its last bucket was full (`path/readiness.py`)
     nonfinite: set[int] = field(default_factory=set)  # numbers of buckets
     present: list[int] = field(default_factory=list)  # of every parameter, whether this rank has a gradient of it
 
@@ -100,7 +103,8 @@ def write_status(own: OwnStatus, buckets: Collection[int], rank: int, world: int
     words += [int(bucket in own.nonfinite) for bucket in buckets]
     words += own.present
     of_ranks = [0] * (OWN * world)
-    of_ranks[OWN * rank : OWN * rank + OWN] = [own.since_step, own.number % MOST_PASSES, own.digest, own.call]
+    mine = [own.since_step, own.number % MOST_PASSES, own.digest, own.call, *own.ready_us]
+    of_ranks[OWN * rank : OWN * rank + OWN] = mine
     return words + of_ranks
 
 
@@ -123,4 +127,5 @@ def read_status(words: Sequence[int], buckets: Sequence[int], world: int) -> Pas
         frozenset(position for position, count in enumerate(present) if not count),
         tuple(of_ranks[1::OWN]),
         tuple(of_ranks[3::OWN]),
+        tuple(zip(of_ranks[4::OWN], of_ranks[5::OWN], strict=True)),
     )

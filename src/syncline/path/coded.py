@@ -32,7 +32,7 @@ from syncline.path.answerer import Answerer, Asked
 from syncline.path.codec_stages import CodecStages
 from syncline.path.codec_state import CodecStateStore, Saved
 from syncline.path.coded_work import CodedPass, CodedWork
-from syncline.path.path import DivideBy, Path, StatusWork, met_by
+from syncline.path.path import DivideBy, Path, StatusWork
 from syncline.path.residuals import GradientScale
 from syncline.path.stages import Stage
 from syncline.path.task_thread import Order, TaskThread
@@ -144,7 +144,7 @@ class CodedPath(Path):
             assert isinstance(work, CodedWork)
             began_ns = next(stamp.began_ns for stamp in work.stamps if stamp.stage == "encode")
             ended_ns = max(stamp.ended_ns for stamp in work.stamps if stamp.stage not in ("status", "commit"))
-            times = met_by(Times(began_ns, began_ns, ended_ns), current.ended_ns)
+            times = self.met(current, work.index, Times(began_ns, began_ns, ended_ns), current.ended_ns)
             arrived_ns = min(max(before_ns, ended_ns), to_ns)
             self.note_span(work, times, before_ns, max(arrived_ns, ended_ns))
             self.recorder.codings.append((work.spent_ns("encode", "combine"), work.spent_ns("decode")))
@@ -257,7 +257,7 @@ class CodedPath(Path):
         if not current.is_sealed or current.settled < len(current.works):
             return
         current.left_ns = monotonic_ns()
-        status = StatusWork(self.channel, current, self._own(current))
+        status = StatusWork(self.channel, current, self._own(current), self.readiness)
 
         def arrived() -> None:
             status.wait()

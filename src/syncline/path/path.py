@@ -18,6 +18,7 @@ from syncline.fabric.channel import Channel
 from syncline.fabric.handle import Times
 from syncline.guards.finite import sum_fits
 from syncline.path.codec_state import Saved
+from syncline.path.readiness import Readiness, met_by
 from syncline.path.work import BucketWork, GradientBucket, PassWork
 from syncline.tracing.spans import BucketSpan, Recorder
 
@@ -27,9 +28,11 @@ DivideBy = Literal["world", "active"]  # ranks: all, or those that still have da
 class StatusWork:
     """The status of a pass on its way: one small sum."""
 
-    def __init__(self, channel: Channel, current: PassWork, own: OwnStatus) -> None:
+    def __init__(self, channel: Channel, current: PassWork, own: OwnStatus, readiness: Readiness) -> None:
+        own.ready_us = readiness.own(current.number, [work.ready_ns for work in current.works])
         words = write_status(own, current.bucket_numbers, channel.rank, channel.world)
         self.current = current
+        self.readiness = readiness
         self.world = channel.world
         self.words = torch.tensor(words, dtype=torch.int32, device=channel.device)
         self.handle = channel.all_reduce(self.words, "sum", "engine" if channel.transport.has_engine else "auto")
@@ -39,6 +42,7 @@ class StatusWork:
         self.handle.wait()
         if self.current.status is None:
             self.current.status = read_status(self.words.tolist(), self.current.bucket_numbers, self.world)
+            self.readiness.status_ended(self.current.number, self.handle.times().ended_ns)
         return self.current.status
 
 
@@ -53,6 +57,7 @@ class Path(ABC):
         self.fabric = fabric
         self.collective = collective
         self.recorder = recorder
+        self.readiness = Readiness()
         self.good_passes = 0  # that all ranks could use: what codecs draw and count follows these, not all passes
 
     def divisor_of(self, dtype: torch.dtype) -> int:
@@ -98,6 +103,12 @@ class Path(ABC):
             assert work.span is not None
             work.span.applied_ns = now_ns
 
+    def met(self, current: PassWork, index: int, times: Times, all_ended_ns: int) -> Times:
+        """Times of a bucket's collective, with when all ranks had come to it as well as that is known."""
+        assert current.status is not None
+        place = index / max(1, len(current.works) - 1)
+        return met_by(times, self.readiness.met_ns(current.status, current.number, place), all_ended_ns)
+
     def note_span(self, work: BucketWork, times: Times, waited_from_ns: int, waited_to_ns: int) -> None:
         """Record that a bucket has arrived."""
         work.span = BucketSpan(
@@ -114,10 +125,3 @@ class Path(ABC):
 
     def close(self) -> None:
         """Let threads end."""
-
-
-def met_by(times: Times, all_ended_ns: int) -> Times:
-    """Times of a collective of which nobody knows when all ranks had arrived: not after all had ended their pass."""
-    if times.met_ns > times.began_ns:
-        return times
-    return Times(times.began_ns, min(max(times.began_ns, all_ended_ns), times.ended_ns), times.ended_ns)

@@ -11,7 +11,7 @@ from syncline.collectives.execute import Op
 from syncline.core.status import OwnStatus, PassStatus
 from syncline.fabric.base import Fabric
 from syncline.fabric.handle import Handle
-from syncline.path.path import Path, StatusWork, met_by
+from syncline.path.path import Path, StatusWork
 from syncline.path.work import BucketWork, GradientBucket, PassWork, Stamp
 from syncline.tracing.spans import Recorder
 
@@ -52,7 +52,7 @@ class PlainPath(Path):
         current.own = own
         own.nonfinite |= {work.number for work in current.works if work.bucket.divisor != 1 and not work.bucket.finite}
         current.left_ns = monotonic_ns()
-        current.status_work = StatusWork(self.channel, current, own)
+        current.status_work = StatusWork(self.channel, current, own, self.readiness)
 
     def wait_for_status(self, current: PassWork) -> PassStatus:
         assert isinstance(current, PlainPass)
@@ -74,9 +74,13 @@ class PlainPath(Path):
         status = self.wait_for_status(current)
         ended_ns = monotonic_ns()
         self.recorder.waited(from_ns, ended_ns)
-        for work, handle, waited in zip(current.works, current.handles, waits, strict=True):
-            self.note_arrival(work, handle, status, ended_ns, waited)
+        for index, (handle, waited) in enumerate(zip(current.handles, waits, strict=True)):
+            work = current.works[index]
+            times = self.met(current, index, handle.times(), ended_ns)
+            self.note_span(work, times, *waited)
+            work.stamps.append(Stamp("wire", times.began_ns, times.ended_ns))
             work.stamps.append(Stamp("status", current.left_ns, ended_ns))
+            work.buffer.finite = self.is_finite(work, handle, status)
         current.status = status = replace(status, nonfinite=())  # the means tell by themselves
         current.is_complete = True
         return status
@@ -84,16 +88,11 @@ class PlainPath(Path):
     def count_good(self, current: PassWork) -> None:
         self.good_passes += 1
 
-    def note_arrival(
-        self, work: BucketWork, handle: Handle, status: PassStatus, ended_ns: int, waited: tuple[int, int]
-    ) -> None:
-        """Record when a bucket was where, and whether its means are finite, as far as that has come out.
+    def is_finite(self, work: BucketWork, handle: Handle, status: PassStatus) -> bool | None:
+        """Whether the means of a bucket are finite, as far as that has come out.
 
         Shares that are finite on all ranks have a finite sum, because each was divided before.
         """
-        times = met_by(handle.times(), ended_ns)
-        work.stamps.append(Stamp("wire", times.began_ns, times.ended_ns))
-        self.note_span(work, times, *waited)
-        work.buffer.finite = handle.finite()
-        if work.bucket.divisor != 1:
-            work.buffer.finite = True if work.number not in status.nonfinite else None
+        if work.bucket.divisor == 1:
+            return handle.finite()
+        return True if work.number not in status.nonfinite else None
