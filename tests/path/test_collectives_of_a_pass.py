@@ -68,3 +68,25 @@ def calls_between(fabric: syncline.Fabric, steps: int) -> int:
     others = sync.fabric.transport.call_count - before - (sync.reducer.path.channel.started.total() - started)
     sync.close()
     return others
+
+
+def opens_nothing_late(fabric: syncline.Fabric, codec: str) -> int:
+    """Steps of a Sync whose channels cannot open another one."""
+    model = filled(nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 4)), seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec, bucket_bytes=1000, first_bucket_bytes=1000)
+    path = sync.reducer.path
+    channels = [path.channel, *(path.answerer.channels if isinstance(path, CodedPath) else [])]
+    for channel in channels:
+        channel.open_channel = None
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.full((3, 30), float(fabric.rank + step))).sum().backward()
+        optimizer.step()
+    sync.close()
+    return len(sync.recorder.steps)
+
+
+@pytest.mark.parametrize("codec", [*ONE_ROUND, *TWO_ROUNDS, "rules:codec=fp16,below=40"])
+def test_all_channels_of_a_sync_are_opened_in_its_constructor(codec: str) -> None:
+    assert syncline.run(partial(opens_nothing_late, codec=codec), 2, "torch") == [3, 3]

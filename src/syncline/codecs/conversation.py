@@ -27,9 +27,7 @@ class Declaration:
     """What is known of a question before it is asked: its kind, and the bytes of its messages on all ranks."""
 
     kind: Kind
-    sizes: tuple[
-        int, ...
-    ]  # of a mean its tensor, of a gather everyone's message, of an exchange the part for each rank
+    sizes: tuple[int, ...]  # a mean: its tensor; a gather: everyone's message; an exchange: the part for each rank
     itemsize: int = 1  # bytes of the elements that a mean adds up
     is_bound: bool = field(default=False, compare=False)  # messages may be shorter, and are filled up with zeros
 
@@ -37,6 +35,11 @@ class Declaration:
     def largest(self) -> int:
         """Bytes of the largest message."""
         return max(self.sizes, default=0)
+
+    @property
+    def is_mean_of_halves(self) -> bool:
+        """Whether 16-bit values are added up."""
+        return self.kind == "mean" and self.itemsize == 2
 
     def wire_bytes(self, world: int) -> float:
         """Bytes that a rank sends, on average.

@@ -47,6 +47,9 @@ class Channel(ABC):
         self.started["exchange"] += 1
         return self._exchange(taken, parts)
 
+    def prepare_means_of_halves(self) -> None:
+        """Make ready, on all ranks together, for means of 16-bit values that go straight to their owners."""
+
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: Op, collective: str) -> Handle: ...
 

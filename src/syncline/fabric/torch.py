@@ -392,6 +392,12 @@ class TorchChannel(MessageChannel):
 
         return self._exchanged(taken, parts, end)
 
+    def prepare_means_of_halves(self) -> None:
+        if self.second is None and self.transport.backend == "gloo":
+            second = self.open_channel("means of halves")
+            assert isinstance(second, TorchChannel)
+            self.second = second
+
     def _all_gather(self, gathered: Tensor, own: Tensor) -> Handle:
         return self._gathered(gathered, own)
 
@@ -419,11 +425,9 @@ class TorchChannel(MessageChannel):
 
         The second calls have a group of their own, because they begin when the first ones are over.
         """
-        if self.second is None:
-            second = self.open_channel("means of halves")
-            assert isinstance(second, TorchChannel)
-            self.second = second
+        self.prepare_means_of_halves()
         second, slices = self.second, sliced(tensor, self.world)
+        assert second is not None
         taken = self.scratch.take(slices)
 
         def end() -> None:

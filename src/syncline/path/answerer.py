@@ -122,7 +122,10 @@ def filled_words(messages: Sequence[Tensor], nbytes: int, device: torch.device) 
     return words
 
 
-def flat_answerer(fabric: Fabric, collective: str, rounds: int) -> FlatAnswerer:
+def flat_answerer(fabric: Fabric, collective: str, codec: Codec) -> FlatAnswerer:
     """Channels for as many questions as a conversation may ask; all ranks make them together."""
-    others = [fabric.channel(f"question {number}") for number in range(1, rounds)] if fabric.world > 1 else []
-    return FlatAnswerer([fabric.channel(), *others], collective)
+    channels = [fabric.channel(), *(fabric.channel(f"question {number}") for number in range(1, codec.most_questions))]
+    for channel, question in zip(channels, codec.questions((), fabric.world, 1), strict=False):
+        if question.is_mean_of_halves:
+            channel.prepare_means_of_halves()
+    return FlatAnswerer(channels, collective)

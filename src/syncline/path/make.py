@@ -41,4 +41,4 @@ def make_answerer(fabric: Fabric, collective: str, codec: Codec) -> Answerer:
     chosen = None if collective in ("auto", "engine") else algorithm(collective)
     if isinstance(chosen, Hierarchical):
         return HierarchicalAnswerer(fabric, chosen)
-    return flat_answerer(fabric, collective, codec.most_questions)
+    return flat_answerer(fabric, collective, codec)

@@ -126,7 +126,7 @@ def conversation_stages(questions: Sequence[Declaration], route: Route) -> list[
 def wire_stage(question: Declaration, number: int, route: Route) -> Stage:
     """The collective that answers a question. Messages have one length on all ranks: that of the longest."""
     if question.kind == "mean":
-        collective = route.collective_of_halves if question.itemsize == 2 else route.collective
+        collective = route.collective_of_halves if question.is_mean_of_halves else route.collective
         return Stage("wire", "channel", question.largest, question, number, collective)
     whole = -(-question.largest // WORD_BYTES) * WORD_BYTES
     nbytes = whole * len(question.sizes) if question.kind == "exchange" else whole
