@@ -189,7 +189,7 @@ void bind_halves(nb::module_& m) {
           narrow_saturated(at(out), at<float>(values), count, DataType(dtype));
         }, "out"_a, "values"_a, "count"_a, "dtype"_a, ReleaseGil());
   m.def("widen", [](uintptr_t out, uintptr_t halves, size_t count, int dtype) {
-          widen_buffer(at<float>(out), at(halves), count, DataType(dtype));
+          return widen_buffer(at<float>(out), at(halves), count, DataType(dtype));
         }, "out"_a, "halves"_a, "count"_a, "dtype"_a, ReleaseGil());
   m.def("mean", [](uintptr_t out, const std::vector<uintptr_t>& rows, size_t count, int dtype) {
           std::vector<const void*> all;

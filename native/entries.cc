@@ -78,6 +78,21 @@ void for_each_block(Byte* start, size_t count, Form form, const Body& body) {
   }
 }
 
+// The message without the zeros that fill it up, if it announces a length and nothing but zeros follows.
+Message without_filling(Message message, Form form) {
+  Head head{};
+  if (message.bytes < head_bytes) return message;
+  std::memcpy(&head, message.data, head_bytes);
+  const size_t rest = message.bytes - head_bytes;
+  if (head.count > rest || head.position_bytes > rest) return message;  // an entry has a byte at least
+  const size_t body = head.position_bytes + value_bytes(head.count, form);
+  if (body >= rest) return message;
+  const uint8_t* end = message.data + head_bytes + body;
+  return std::all_of(end, message.data + message.bytes, [](uint8_t byte) { return byte == 0; })
+             ? Message{message.data, head_bytes + body}
+             : message;
+}
+
 Head read_head(Message message, size_t numel, Form form) {
   Head head{};
   if (message.bytes >= head_bytes) std::memcpy(&head, message.data, head_bytes);
@@ -131,7 +146,7 @@ size_t take_entries(uint8_t* message, float* values, size_t numel, const int64_t
 
 void mean_of_entries(float* out, size_t numel, const Message* messages, size_t num_messages, Form form) {
   std::vector<Entries> all;
-  for (size_t k = 0; k < num_messages; ++k) all.push_back(read_entries(messages[k], numel, form));
+  for (size_t k = 0; k < num_messages; ++k) all.push_back(read_entries(without_filling(messages[k], form), numel, form));
   std::vector<size_t> next(num_messages);
   for (size_t at = 0; at < numel; at += window) {
     const size_t end = std::min(at + window, numel);

@@ -22,8 +22,8 @@ size_t entries_room(size_t count, size_t numel, Form);  // bytes that are enough
 // Writes the entries at these positions, which ascend, and takes away from them what the message says. Returns its bytes.
 size_t take_entries(uint8_t* message, float* values, size_t numel, const int64_t* positions, size_t count, Form);
 
-// out = the sum of the messages' entries, in their order, divided by their number. All messages are checked before anything
-// is written; throws CorruptMessage.
+// out = the sum of the messages' entries, in their order, divided by their number. Zeros may fill a message up. All messages
+// are checked before anything is written; throws CorruptMessage.
 void mean_of_entries(float* out, size_t numel, const Message* messages, size_t num_messages, Form);
 
 }  // namespace syncline

@@ -9,6 +9,6 @@ namespace syncline {
 
 void narrow_buffer(void* out, const float* in, size_t count, DataType);
 void narrow_saturated(void* out, const float* in, size_t count, DataType);  // the largest number instead of infinity
-void widen_buffer(float* out, const void* in, size_t count, DataType);
+bool widen_buffer(float* out, const void* in, size_t count, DataType);  // whether all of it is finite
 
 }  // namespace syncline

@@ -92,6 +92,11 @@ class Codec(ABC):
         """Whether means in float32 are finite where sums of all magnitudes of all ranks are, with room to spare."""
         return True
 
+    @property
+    def carries_nonfinite(self) -> bool:
+        """Whether NaN and infinity of one rank are in the mean, where all ranks see them: so nobody looks before."""
+        return False
+
     @abstractmethod
     def questions(self, parts: Sequence[Part], world: int, step: int) -> tuple[Declaration, ...]:
         """The questions of a conversation about these parameters, whose values are float32, in their order."""

@@ -103,7 +103,7 @@ class Exchange:
 
 
 Question = Mean | Gather | Exchange
-Decoder = Callable[[Tensor], None]  # writes the mean over ranks
+Decoder = Callable[[Tensor], bool | None]  # writes the mean over ranks; may say whether all of that is finite
 Conversation = Generator[Question, Any, Decoder]
 
 

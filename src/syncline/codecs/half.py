@@ -39,6 +39,10 @@ class Fp16(Codec):
         """Without feedback what is too large becomes infinite."""
         return self.feedback
 
+    @property
+    def carries_nonfinite(self) -> bool:
+        return not self.feedback
+
     def reduce(self, values: Tensor, state: State, context: ReduceContext) -> Conversation:
         """One mean; with feedback a one-shot exchange, because what the owner's rounding takes away is kept too."""
         if self.feedback:

@@ -145,6 +145,10 @@ class CallHandle:
         """Have something called when it is over."""
         self.future.add_done_callback(lambda _: call())
 
+    def lends_thread(self) -> bool:
+        """Never: the next call waits for this thread."""
+        return False
+
     def times(self) -> Times:
         """When it happened."""
         return self.future.result().times

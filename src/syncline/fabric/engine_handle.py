@@ -49,10 +49,10 @@ class EngineHandle:
             self.on_done(ended.set)
             if not ended.wait(deadline_s):
                 raise self.late(deadline_s)
-        if self.work is None:
+        if self.future is None:
             return
         try:
-            self.work.wait()
+            self.future.wait()  # the work itself has ended only when all who wait for its future have been called
         except RuntimeError as error:
             raise self.transport.health.failed(None, error, self.began_ns / 1e9, self.call) from error
         self.is_finite = self.end()
@@ -80,6 +80,10 @@ class EngineHandle:
         else:
             future.add_done_callback(lambda _: call())
 
+    def lends_thread(self) -> bool:
+        """Whether it has ended well, over Gloo, which has a second thread for the calls that follow."""
+        return self.transport.backend == "gloo" and self.future is not None and has_value(self.future)
+
     def times(self) -> Times:
         """When it happened; an engine does not say when all ranks had arrived."""
         return Times(self.began_ns, self.began_ns, self.ended_ns)
@@ -87,6 +91,15 @@ class EngineHandle:
     def finite(self) -> bool | None:
         """Whether no element of the result is infinite or NaN, where that came out on the way."""
         return self.is_finite
+
+
+def has_value(future: torch.futures.Future[Any]) -> bool:
+    """Whether it has ended, and well."""
+    try:
+        future.value()
+    except RuntimeError:
+        return False
+    return True
 
 
 class ScratchMemory:
@@ -141,10 +154,8 @@ class FollowedHandle:
 
     def begin_after(self, prepare: Callable[[], Callable[[], EngineHandle]]) -> Callable[[], EngineHandle]:
         """What begins the second call; a first one that has failed is the last."""
-        try:
-            assert self.first.future is not None
-            self.first.future.value()
-        except RuntimeError:
+        assert self.first.future is not None
+        if not has_value(self.first.future):
             return lambda: self.first
         self.first.let_go()
         try:
@@ -183,6 +194,10 @@ class FollowedHandle:
         self.last.add_done_callback(
             lambda last: call() if last.exception() is not None else last.result().on_done(call)
         )
+
+    def lends_thread(self) -> bool:
+        """Whether the second call lends it."""
+        return self.last.done() and self.last.exception() is None and self.last.result().lends_thread()
 
     def times(self) -> Times:
         """When it happened; an engine does not say when all ranks had arrived."""

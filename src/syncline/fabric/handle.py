@@ -39,6 +39,9 @@ class Handle(Protocol):
     def on_done(self, call: Callable[[], None]) -> None:
         """Have something called when it is over, one way or another, in whichever thread; at once if it is."""
 
+    def lends_thread(self) -> bool:
+        """Whether who is called by `on_done` may go on with the outcome there; all other calls can do without it."""
+
 
 def not_done_message(call: str, waited_s: float, operation_s: float) -> str:
     """What a wait says that is shorter than the call's own deadline."""

@@ -304,6 +304,10 @@ class ShmHandle:
 
         self.transport.waiter.submit(wait, "a collective", self.transport.deadlines.operation)
 
+    def lends_thread(self) -> bool:
+        """The thread that waits may go on: the collectives themselves have another one."""
+        return True
+
     def times(self) -> Times:
         """When it happened."""
         return Times(*self.native.times())

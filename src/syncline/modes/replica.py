@@ -22,7 +22,7 @@ from syncline.path.flushing import Dense, FlushingPath
 from syncline.path.make import make_path
 from syncline.path.path import Path
 from syncline.path.residuals import GradientScale
-from syncline.reducer.parameters import Named, describe_layout, parameters_of
+from syncline.reducer.parameters import Named, describe_layout, has_buffers, parameters_of
 from syncline.replicas import (
     broadcast_optimizers,
     broadcast_scaler,
@@ -48,6 +48,10 @@ class Replica:
     recorder: Recorder = field(default_factory=Recorder)
     settled_buffers: SettledBuffers = field(init=False, default_factory=SettledBuffers)  # between the ranks of `fabric`
     shards_state: bool = field(init=False, default=False)  # ranks were seen to keep different parts of optimizer state
+    names: dict[Tensor, str] = field(init=False)  # of parameters: to walk through the model in every pass takes long
+
+    def __post_init__(self) -> None:
+        self.names = {parameter: name for name, parameter in self.named()}
 
     def named(self) -> Named:
         """Its parameters."""
@@ -94,10 +98,8 @@ class Replica:
 
     def learning_rates(self) -> dict[str, float]:
         """Of every parameter that is in an optimizer."""
-        rates = {
-            id(p): float(group["lr"]) for o in self.optimizers for group in o.param_groups for p in group["params"]
-        }
-        return {name: rates[id(p)] for name, p in self.named() if id(p) in rates}
+        groups = [(float(group["lr"]), group["params"]) for one in self.optimizers for group in one.param_groups]
+        return {self.names[p]: rate for rate, parameters in groups for p in parameters if p in self.names}
 
     def scale(self) -> GradientScale:
         """What gradients are worth now."""
@@ -111,6 +113,8 @@ class Replica:
 
     def settle_buffers(self, root: int) -> None:
         """Make the buffers of modules equal, if that is wanted."""
+        if not has_buffers(self.model):
+            return
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if buffer.numel()}
         self.settled_buffers.settle(self.fabric, self.settings.buffers, buffers, root)
 

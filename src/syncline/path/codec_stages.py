@@ -134,7 +134,8 @@ class CodecStages:
                 dense.append(self._mean_of_some(gradient))
 
         coded = self.state_of(work.bucket)
-        work.pending = coded.prepare(work.buffer.values, work.scale, work.context, self.lean, look)
+        is_measured = not self.codec.carries_nonfinite
+        work.pending = coded.prepare(work.buffer.values, work.scale, work.context, self.lean, look, is_measured)
         if dense:
             work.sample = Sample(work.context.step, 0.0, dense[0])
 
@@ -146,7 +147,8 @@ class CodecStages:
         """Send zeros in place of values that are not finite, or too large to be added up."""
         assert work.pending is not None
         values = work.pending.values
-        work.is_sound = magnitude_fits(work.pending.largest, len(values) * self.fabric.world)
+        fits = magnitude_fits(work.pending.largest, len(values) * self.fabric.world)
+        work.is_sound = fits or self.codec.carries_nonfinite
         if not work.is_sound:
             values.zero_()
         if work.sample is not None:
@@ -193,11 +195,13 @@ class CodecStages:
             return
         values = work.buffer.values
         out = values if values.dtype == torch.float32 else torch.empty_like(values, dtype=torch.float32)
-        work.decoder(out)
+        work.is_finite = work.decoder(out)
         work.decoder = None
         if out is not values:
             values.copy_(out)
-            work.has_overflowed = values.itemsize < out.itemsize and not is_finite(values)
+        if self.codec.carries_nonfinite or values.itemsize < out.itemsize:
+            is_known = work.is_finite is not None and out is values
+            work.is_finite = work.is_finite if is_known else is_finite(values)
 
     def _spread(self, work: CodedWork) -> None:
         """Take the mean from the rank that talks for the host."""

@@ -70,11 +70,12 @@ class BucketCodecState:
         context: ReduceContext,
         lean: bool = False,
         look: Callable[[Tensor], None] | None = None,
+        is_measured: bool = True,
     ) -> PendingEncoding:
         """Gradient and residual for a codec to work on: beside both, or where `lean`, in the memory of the gradient.
 
         Without a residual the gradient itself is worked on, because the mean is written over it. `look` is shown the
-        gradient before the residual is added.
+        gradient before the residual is added. Where there is none, what is not `is_measured` has no largest magnitude.
         """
         in_place = gradient.dtype == torch.float32 and (lean or self.residual is None)
         values = gradient if in_place else self._room(gradient, lean)
@@ -87,7 +88,8 @@ class BucketCodecState:
             look(source)
         pending = PendingEncoding(values, staged, scale)
         if self.residual is None:
-            pending.largest = kernels.add_residual(values, source, None)
+            if is_measured or values is not source:
+                pending.largest = kernels.add_residual(values, source, None)
             return pending
         pending.largest = self.residual.add_to(source, scale, values)
         if gradient.dtype != torch.float32:
@@ -194,7 +196,7 @@ def restore(coded: BucketCodecState, saved: Saved) -> None:
         if part.name in residual:
             coded.residual.values[part.lo : part.hi] = residual.pop(part.name).flatten()
         if part.name in step_scale:  # there is no residual before the first step that counted
-            coded.residual.step_scale[part.name] = step_scale.pop(part.name)
+            coded.residual.restore(part.name, step_scale.pop(part.name))
 
 
 def split_overflow(values: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""With a codec: one thread takes buckets through their stages; while one is on the wire it encodes or decodes another.
+"""With a codec: one task at a time takes buckets through their stages; while one is on the wire another is encoded.
 
     encode                    gradient and residual make the values; the codec takes its first message out of them
     wire, combine, wire       a collective for each question; what the codec makes of the answer
@@ -214,7 +214,7 @@ class CodedPath(Path):
             return
         order = (DECODE if stage.settles else COMBINE, current.number, work.index)
         went_on = partial(self._guarded, current, partial(self._take_answer, current, work, asked, began_ns))
-        asked.handle.on_done(lambda: self.thread.put(order, went_on))
+        asked.handle.on_done(lambda: self.thread.put(order, went_on, asked.handle.lends_thread()))
 
     def _take_answer(self, current: CodedPass, work: CodedWork, asked: Asked, asked_ns: int) -> None:
         """Go on with a bucket; to ask again, buckets keep their order, which must be the same on all ranks."""
@@ -266,7 +266,8 @@ class CodedPath(Path):
             self._commit_if_complete(current)
 
         order = (DECODE, current.number, -1)
-        status.handle.on_done(lambda: self.thread.put(order, partial(self._guarded, current, arrived)))
+        went_on = partial(self._guarded, current, arrived)
+        status.handle.on_done(lambda: self.thread.put(order, went_on, status.handle.lends_thread()))
 
     def _await_status(self, current: CodedPass, work: CodedWork) -> None:
         """All is done with a bucket that can be done before the status is known."""
@@ -281,8 +282,8 @@ class CodedPath(Path):
         if current.status is None or current.arrived < len(current.works):
             return
         works = [work for work in current.works if isinstance(work, CodedWork)]
-        if overflowed := {work.number for work in works if work.has_overflowed}:
-            both = sorted({*current.status.nonfinite, *overflowed})
+        if nonfinite := {work.number for work in works if work.is_finite is False}:
+            both = sorted({*current.status.nonfinite, *nonfinite})
             current.status = replace(current.status, nonfinite=tuple(both))
         is_good = current.status.is_good
         unused = current.unused_names() if is_good else set()
@@ -291,8 +292,8 @@ class CodedPath(Path):
             work.unused = unused
             if is_good:
                 self._go_on(current, work)
-                if self.stages.codec.stays_finite and work.buffer.values.dtype == torch.float32:
-                    work.buffer.finite = True
+                stays_finite = self.stages.codec.stays_finite and work.buffer.values.dtype == torch.float32
+                work.buffer.finite = stays_finite or work.is_finite
             self.stages.end(work, current.status)
         self.good_passes += is_good
         current.ended.set()

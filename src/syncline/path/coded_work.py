@@ -35,7 +35,7 @@ class CodedWork(BucketWork):
     mean: Tensor | None = None  # for the other ranks of a host
     decoder: Decoder | None = None
     is_sound: bool = True  # its values are finite on this rank, and can be added up
-    has_overflowed: bool = False  # it has 16 bits a value, which cannot hold the mean
+    is_finite: bool | None = None  # the mean in the bucket, the same on all ranks; None where nobody has looked
     unused: set[str] = field(default_factory=set)  # parameters that no rank had a gradient of, in a good pass
     sample: Sample | None = None  # in the passes in which quality is looked at
     positions: str = ""  # how the codec wrote those of the entries that it chose

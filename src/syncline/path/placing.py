@@ -17,7 +17,6 @@ from syncline.fabric.calls import DTYPES
 SMALL_BYTES = 64 << 10  # a gradient up to this size is placed together with others
 
 
-@torch.no_grad()
 def put(gradients: Sequence[Tensor], views: Sequence[Tensor], divisor: int) -> bool | None:
     """Write what gradients, of one dtype, count in a mean; whether all is finite, where that comes out on the way."""
     is_small = divisor == 1 and views[0].nbytes <= SMALL_BYTES  # then looking at each takes longer than a plain copy
@@ -33,6 +32,7 @@ def put(gradients: Sequence[Tensor], views: Sequence[Tensor], divisor: int) -> b
     return finite
 
 
+@torch.no_grad()
 def put_plainly(gradients: Sequence[Tensor], views: Sequence[Tensor], divisor: int) -> None:
     """The reference kernel, for any device and layout."""
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]

@@ -41,6 +41,7 @@ class Residual:
         self.parts = parts
         self.values = torch.zeros(parts[-1].hi if parts else 0, device=device)
         self.step_scale: dict[str, float] = {}  # of a unit of the residual, by parameter
+        self.made_at: GradientScale | None = None  # when all of it was made in one pass: the scale of that
         self.spare: Tensor | None = None  # memory for the next residual
 
     def next_values(self) -> Tensor:
@@ -51,6 +52,8 @@ class Residual:
 
     def add_to(self, gradient: Tensor, scale: GradientScale, out: Tensor) -> float:
         """Write gradient and residual, as much as that is worth now, to `out`; the largest magnitude of it."""
+        if scale == self.made_at:
+            return kernels.add_residual(out, gradient, self.values)
         factors = {part.name: self.factor(part.name, scale) for part in self.parts}
         if set(factors.values()) == {1.0}:
             return kernels.add_residual(out, gradient, self.values)
@@ -63,8 +66,16 @@ class Residual:
         now = scale.step_scale(name)
         return self.step_scale.get(name, now) / now if now else 0.0
 
+    def restore(self, name: str, step_scale: float) -> None:
+        """Take the residual of a parameter for one of a pass with this scale."""
+        self.step_scale[name] = step_scale
+        self.made_at = None
+
     def commit(self, left: Tensor, scale: GradientScale, unused: Container[str] = ()) -> None:
         """Go on with what was left of gradients of this scale; parameters that nobody used keep their residual."""
+        if left is self.spare and scale == self.made_at and not unused:
+            self.values, self.spare = left, self.values
+            return
         renewed = [part for part in self.parts if part.name not in unused and scale.step_scale(part.name)]
         if left is self.spare:
             kept = [part for part in self.parts if part.name in unused or not scale.step_scale(part.name)]
@@ -75,3 +86,4 @@ class Residual:
             for part in renewed:
                 self.values[part.lo : part.hi] = left[part.lo : part.hi]
         self.step_scale |= {part.name: scale.step_scale(part.name) for part in renewed}
+        self.made_at = scale if len(renewed) == len(self.parts) else None

@@ -127,8 +127,7 @@ def mean_of_entries(out: Tensor, messages: list[Tensor], form: str) -> None:
     if not runs_natively(out, *messages) or out.dtype != torch.float32 or out.numel() >= NATIVE_NUMEL:
         entries.mean_of_entries(out, messages, form)
         return
-    messages = [message[: entries.length_of(message, form)] for message in messages]
-    starts, lengths = [message.data_ptr() for message in messages], [len(message) for message in messages]
+    starts, lengths = [message.data_ptr() for message in messages], [message.nbytes for message in messages]
     native.mean_of_entries(out.data_ptr(), out.numel(), starts, lengths, entries.FORMS.index(form))  # type: ignore[union-attr]
 
 
@@ -142,10 +141,11 @@ def narrow(values: Tensor, dtype: torch.dtype, saturates: bool = False) -> Tenso
     return halves
 
 
-def widen(out: Tensor, halves: Tensor) -> None:
-    """From 16-bit floats."""
+def widen(out: Tensor, halves: Tensor) -> bool | None:
+    """From 16-bit floats; whether all of it is finite, where that comes out on the way."""
     expect_length(halves.view(torch.uint8), 2 * out.numel(), "16-bit values")
-    if not runs_natively(out, halves) or out.dtype != torch.float32:
+    if native is None or not runs_natively(out, halves) or out.dtype != torch.float32:
         reference.widen(out, halves)
-        return
-    native.widen(out.data_ptr(), halves.data_ptr(), out.numel(), NATIVE_DTYPES[halves.dtype])  # type: ignore[union-attr]
+        return None
+    finite: bool = native.widen(out.data_ptr(), halves.data_ptr(), out.numel(), NATIVE_DTYPES[halves.dtype])
+    return finite
