@@ -1,13 +1,20 @@
-"""Random numbers of tests come back with the seed that a failure prints."""
+"""Random numbers come back with their seed: those of tests with the one that a failure prints."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+
+import syncline
+from support.references import same_bits
+from support.trainees import place_of
+from syncline.workloads.mlp import make_mlp
 
 ROOT = Path(__file__).parents[1]
 FAILING = """
@@ -62,3 +69,17 @@ def test_a_random_order_is_told_and_comes_back(tmp_path: Path) -> None:
     first, again = run(tmp_path, *options), run(tmp_path, *options)
     assert first == again
     assert "--random-order-seed=11" in first
+
+
+def test_models_have_the_weights_of_their_seed_on_ranks_that_are_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = torch.manual_seed
+
+    def seed_slowly(seed: int) -> torch.Generator:
+        generator = usual(seed)
+        time.sleep(0.05)
+        return generator
+
+    alone = [place_of(make_mlp(8, 2, seed)) for seed in range(3)]
+    monkeypatch.setattr(torch, "manual_seed", seed_slowly)
+    together = syncline.run(lambda fabric: place_of(make_mlp(8, 2, fabric.rank)), 3, "threads")
+    assert all(map(same_bits, together, alone))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -18,9 +22,11 @@ import syncline
 from support.batches import Batch, fill
 from support.catalogue import PROCESS_FABRICS
 from support.models import mlp
+from support.trainees import Trainee
 from support.weights import assert_close
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
+from syncline.replica import optimizer_steps
 
 WORLD, STEPS = 2, 6
 DEADLINES = syncline.Deadlines(20.0, join=60.0)
@@ -322,3 +328,27 @@ def test_a_layer_that_was_replaced_is_refused_in_the_first_step(mode: str) -> No
     for said, stayed in syncline.run(partial(replace_layer, mode=mode), WORLD, "threads"):
         assert said.startswith("2.weight is not the parameter any more")
         assert stayed
+
+
+def test_ranks_that_are_threads_close_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    class Paused(WeakKeyDictionary):
+        """Where a rank has let go of its optimizer, another one does so too if it can."""
+
+        def pop(self, *key: Any) -> Any:
+            found = super().pop(*key)
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.1)
+            return found
+
+    monkeypatch.setattr(optimizer_steps, "_watched", Paused())
+    assert not syncline.run(close_together, 2, "threads")[0]
+
+
+def close_together(fabric: syncline.Fabric) -> list[Any]:
+    trainee = Trainee(fabric, "sync")
+    fabric.barrier()
+    trainee.sync.close()
+    fabric.barrier()
+    return optimizer_steps._global_hook

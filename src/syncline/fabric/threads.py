@@ -12,6 +12,9 @@
 
 It is stricter than a network: what is sent is read when the receiver takes it, not before, so a buffer that is changed
 too early gives wrong answers here every time and not once in a thousand.
+
+Ranks share what a process has only one of. Torch's generator is such a thing: between `torch.manual_seed` and what one
+rank draws, another one may seed or draw. Give each rank a `torch.Generator` of its own, and make models before `run`.
 """
 
 from __future__ import annotations

@@ -426,6 +426,7 @@ class PeriodicDriver(Driver):
     # To be saved and restored
 
     def state_dict(self) -> dict[str, Any]:
+        under_way = self.saved_fragment()  # which counts as a good pass from here on, and whose residuals are committed
         saved: dict[str, Any] = {
             "steps": self.steps,
             "meetings": self.meetings,
@@ -434,7 +435,7 @@ class PeriodicDriver(Driver):
             "length": self.length,
             "met_at": self.met_at,
             "equal_at": self.equal_at,
-            "under_way": self.saved_fragment(),
+            "under_way": under_way,
             "codec_state": self.exchange.path.state_dict(),
             **self.anchors.state_dict(),
             "parameters": {name: p.detach().clone() for name, p in self.replica.named()},

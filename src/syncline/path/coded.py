@@ -74,7 +74,7 @@ class CodedPath(Path):
         self.current: CodedPass | None = None  # that the thread is in, from its first bucket to its commit
         self.parked: list[tuple[Order, Callable[[], None]]] = []  # tasks of the next pass, until this one is committed
         self.error: BaseException | None = None  # after which nothing goes on
-        self.thread = TaskThread(f"rank {fabric.rank} encodes")
+        self.thread = TaskThread(f"rank {fabric.rank} encodes", fabric.device)
         fabric.at_close.append(self.close)
 
     def takes(self, values: Tensor) -> bool:

@@ -34,36 +34,46 @@ class FlushingPath(Path):
         super().__init__(then.fabric, then.collective, then.recorder)
         self.flush = flush
         self.then = then
+        self.now: Path = flush  # that the next pass takes, if residuals are not sent by then
         self.passes: WeakSet[PassWork] = WeakSet()  # that carry residuals
         self.is_flushed = False
+        flush.good_passes = then.good_passes
+
+    @property
+    def good_passes(self) -> int:
+        """Those of both paths: the one that passes take counts on, in the thread of its codec."""
+        return self.now.good_passes
+
+    @good_passes.setter
+    def good_passes(self, count: int) -> None:
+        self.now.good_passes = count
 
     @property
     def has_residuals(self) -> bool:  # type: ignore[override]
-        return self._now().has_residuals
+        return self.now.has_residuals
 
     def divisor_of(self, dtype: torch.dtype) -> int:
-        return self._now().divisor_of(dtype)
+        return self.now.divisor_of(dtype)
 
     def begin(self, number: int, has_data: bool = True) -> PassWork:
-        if self.is_flushed:
+        if self.is_flushed and self.now is self.flush:
             self._change_over()
-        now = self._now()
-        now.joined = self.joined
-        now.good_passes = self.good_passes
-        current = now.begin(number, has_data)
-        if now is self.flush:
+        self.now.joined = self.joined
+        current = self.now.begin(number, has_data)
+        if self.now is self.flush:
             self.passes.add(current)
         return current
 
-    def _now(self) -> Path:
-        """The path that the next pass takes."""
-        return self.then if self.is_flushed else self.flush
-
     def _change_over(self) -> None:
-        """Wait for later passes that left before it was known that residuals were sent: the paths share a channel."""
+        """Wait for later passes that left before it was known that residuals were sent: the paths share a channel.
+
+        They may be good too, so that the other path counts on from here and not from when residuals were sent.
+        """
         for current in sorted(self.passes, key=lambda one: one.number):
             self.flush.wait(current)
         self.flush.close()
+        self.then.good_passes = self.flush.good_passes
+        self.now = self.then
 
     def _of(self, current: PassWork) -> Path:
         """The path that a pass takes."""
@@ -81,15 +91,12 @@ class FlushingPath(Path):
     def wait(self, current: PassWork) -> PassStatus:
         path = self._of(current)
         status = path.wait(current)
-        self.good_passes = path.good_passes
         if path is self.flush:
             self.is_flushed = self.is_flushed or status.is_good
         return status
 
     def count_good(self, current: PassWork) -> None:
-        path = self._of(current)
-        path.count_good(current)
-        self.good_passes = path.good_passes
+        self._of(current).count_good(current)
 
     def state_dict(self) -> Saved:
         then = self.then.state_dict()
@@ -98,7 +105,7 @@ class FlushingPath(Path):
     def load_state_dict(self, saved: Saved) -> None:
         self.flush.load_state_dict(saved | {"state": {}})
         self.then.load_state_dict(saved | {"residual": {}, "step_scale": {}})
-        self.is_flushed = False
+        self.is_flushed = not saved.get("residual")
 
     def close(self) -> None:
         self.flush.close()

@@ -51,6 +51,7 @@ class Path(ABC):
 
     waits_for_ranks = True  # that produce the same bucket
     has_residuals = False  # or other state that is committed when a pass is good
+    good_passes = 0  # that all ranks could use: what codecs draw and count follows these, not all passes
     joined: DivideBy | None = None  # some ranks may have no data: by how many of them what comes is divided
 
     def __init__(self, fabric: Fabric, collective: str, recorder: Recorder) -> None:
@@ -58,7 +59,6 @@ class Path(ABC):
         self.collective = collective
         self.recorder = recorder
         self.readiness = Readiness()
-        self.good_passes = 0  # that all ranks could use: what codecs draw and count follows these, not all passes
 
     def divisor_of(self, dtype: torch.dtype) -> int:
         """By which gradients are divided on their way into a bucket, because an engine only adds."""

@@ -3,13 +3,19 @@
 On a machine whose cores are all busy it takes milliseconds until a thread that was woken runs. A thread that waits for
 a task anyway is there already: it takes the tasks up itself, one at a time, while the other one sleeps. So does a
 thread of an engine that has just ended a collective, and is awake.
+
+A task gives the same bits in every thread: it finds torch there as a new thread does, and not under the autocast or
+the inference mode in which somebody waits.
 """
 
 from __future__ import annotations
 
 import heapq
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
 
 from syncline.errors import FabricClosed
 from syncline.fabric.forked import Birthplace
@@ -20,8 +26,9 @@ Order = tuple[int, ...]  # tasks with a lower one come first
 class TaskThread:
     """Carries out tasks one at a time; of those that wait, the one of the lowest order, then the oldest."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
+        self.device = device  # that tasks compute on
         self.birthplace = Birthplace()
         self.lock = threading.Lock()
         self.for_thread = threading.Condition(self.lock)
@@ -98,7 +105,8 @@ class TaskThread:
         self.runner = threading.get_ident()
         self.lock.release()
         try:
-            task()
+            with as_in_new_thread(self.device):
+                task()
         finally:
             self.lock.acquire()
             self.runner = None
@@ -113,3 +121,14 @@ class TaskThread:
                     self._run_first()
                 else:
                     self.for_thread.wait()
+
+
+@contextmanager
+def as_in_new_thread(device: torch.device) -> Iterator[None]:
+    """Let torch compute as in a thread that has just begun, without what the caller is inside of."""
+    with ExitStack() as inside:
+        if torch.is_inference_mode_enabled():
+            inside.enter_context(torch.inference_mode(False))
+        if torch.is_autocast_enabled(device.type):
+            inside.enter_context(torch.autocast(device.type, enabled=False))
+        yield

@@ -62,6 +62,7 @@ class _Running(threading.local):
 _running = _Running()
 _watched: WeakKeyDictionary[Optimizer, ReferenceType[WatchedOptimizer]] = WeakKeyDictionary()
 _global_hook: list[RemovableHandle] = []
+_watching = threading.RLock()  # ranks may be threads, and a destructor may close a Sync at any time
 
 
 class WatchedOptimizer:
@@ -80,8 +81,6 @@ class WatchedOptimizer:
         ]
         self.inner = optimizer.step
         self.replaced = self.replace_step(uncompiled(self.run, recursive=False))
-        if not _global_hook:
-            _global_hook.append(register_optimizer_step_pre_hook(uncompiled(refuse_unwatched)))
 
     def replace_step(self, run: Callable[..., Any]) -> MethodType:
         """Let the optimizer's `step` be a bound method, as schedulers expect it to be."""
@@ -173,13 +172,14 @@ class WatchedOptimizer:
             return
         for hook in self.hooks:
             hook.remove()
-        _watched.pop(self.optimizer, None)
         if self.optimizer.__dict__.get("step") is self.replaced:  # else somebody has replaced it since, and calls it
             del self.optimizer.step
             if self.optimizer.step != self.inner:
                 self.optimizer.step = self.inner  # type: ignore[method-assign]
-        if not _watched:
-            _global_hook.pop().remove()
+        with _watching:
+            _watched.pop(self.optimizer, None)
+            if not _watched and _global_hook:
+                _global_hook.pop().remove()
 
 
 def uncompiled(call: Callable[..., Any], recursive: bool = True) -> Callable[..., Any]:
@@ -192,7 +192,10 @@ def watch_steps(optimizer: Optimizer, listener: StepListener) -> Callable[[], No
     """Tell a listener of all steps of an optimizer; returns what ends that."""
     found = _watched.get(optimizer)
     watched = (found() if found is not None else None) or WatchedOptimizer(optimizer)
-    _watched[optimizer] = ref(watched)
+    with _watching:
+        _watched[optimizer] = ref(watched)
+        if not _global_hook:
+            _global_hook.append(register_optimizer_step_pre_hook(uncompiled(refuse_unwatched)))
     watched.listeners.append(listener)
     return functools.partial(watched.remove, listener)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.errors import ConfigError
+from syncline.workloads.seeded import seeded
 
 PIXELS, CLASSES = 64, 10
 
@@ -50,8 +51,7 @@ class DigitBatches:
 
 def make_classifier(width: int = 128, seed: int = 0) -> nn.Sequential:
     """Two hidden layers, with the same weights for the same seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return nn.Sequential(
             nn.Linear(PIXELS, width),
             nn.ReLU(),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from syncline.workloads.seeded import seeded
 
 BYTES = 256
 
@@ -97,6 +98,5 @@ def start_small(module: nn.Module) -> None:
 
 def make_gpt(shape: Shape, seed: int = 0) -> GPT:
     """The same weights for the same seed."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return GPT(shape)

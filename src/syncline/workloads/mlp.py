@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
+
+from syncline.workloads.seeded import seeded
 
 
 def make_mlp(width: int = 2304, layers: int = 7, seed: int = 0) -> nn.Sequential:
     """Square layers; 7 of width 2304 are 37 million parameters."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return nn.Sequential(*(part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())))
 
 
 def make_many_small(blocks: int = 100, width: int = 64, seed: int = 0) -> nn.Sequential:
     """Four small parameters in each block: 100 blocks have 400."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         parts = ((nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(blocks))
         return nn.Sequential(*(part for block in parts for part in block))
