@@ -10,7 +10,7 @@ from torch import Tensor
 
 from syncline.errors import ConfigError
 
-STATE_VERSION = 5
+STATE_VERSION = 6
 
 
 def choose_state(

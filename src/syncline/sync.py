@@ -110,6 +110,9 @@ class Sync:
         self.skipping = Skipping(self.settings.nonfinite, self.settings.most_skips)
         self.membership = Membership(model)
         self.stepped: set[Optimizer] = set()  # with the gradients at hand
+        self.judged: dict[
+            str, bool
+        ] = {}  # problems that gradients at hand have, and whether steps are skipped for them
         self.skips = False  # the step with these gradients
         named = parameters_of(model)
         if not any(parameter.requires_grad for _, parameter in named):
@@ -124,7 +127,9 @@ class Sync:
         steps = StepListener(self._before_step, self._after_step)
         self._endings = [watch_steps(optimizer, steps) for optimizer in self.optimizers]
         if scaler is not None:
-            heard = ScalerListener(self._before_unscale, self._after_unscale, self._after_update)
+            heard = ScalerListener(
+                self._before_unscale, self._after_unscale, self._after_scaler_step, self._after_update
+            )
             self._endings.append(watch_scaler(scaler, heard))
         self.recorder.begin(monotonic_ns())
 
@@ -395,14 +400,24 @@ class Sync:
             self._refuse_other_scalers(self.driver)
         if self._begins_round(optimizer):
             self.stepped.clear()
-            problem = self.driver.before_round() if self.driver is not None else ""
+            self.judged.clear()
             if self.driver is not None:
+                self.driver.before_round()
                 self.membership.refuse_replaced(self.driver.without_gradient())
-            harm = self.driver.harm_done() if problem and self.driver is not None else ""
-            self.skips = bool(problem) if self._scaler_judges() else self.skipping.judge(problem, harm)
+        if self.driver is not None:
+            self.driver.before_step(optimizer)
+        self.skips = self._judge(self.driver)
         if self._skips(optimizer):
             return Step.NOBODY
         return self.driver.makes_step() if self.driver is not None else Step.HERE
+
+    def _judge(self, driver: Driver | None) -> bool:
+        """Whether steps with gradients that have this problem are skipped, which is decided once in a round."""
+        problem = driver.problem if driver is not None else ""
+        if problem not in self.judged:
+            harm = driver.harm_done() if problem and driver is not None else ""
+            self.judged[problem] = bool(problem) if self._scaler_judges() else self.skipping.judge(problem, harm)
+        return self.judged[problem]
 
     def _begins_round(self, optimizer: Optimizer) -> bool:
         """Whether a step of this optimizer is the first with the gradients at hand."""
@@ -426,6 +441,11 @@ class Sync:
         """The scaler has divided gradients by its scale."""
         if self.driver is not None:
             self.driver.unscaled()
+
+    def _after_scaler_step(self, optimizer: Optimizer) -> None:
+        """The scaler has let an optimizer make its step, or has left it out."""
+        if self.driver is not None and optimizer in self.optimizers:
+            self.driver.after_scaler(optimizer)
 
     def _after_update(self) -> None:
         """The scaler has updated its scale."""
@@ -453,7 +473,7 @@ class Sync:
             self.recorder.end_step(monotonic_ns(), self.skips)
         self.stepped.add(optimizer)
         if self.driver is not None:
-            self.driver.after_step()
+            self.driver.after_step(optimizer)
             if len(self.stepped) == len(self.optimizers):
                 self.driver.after_round(self.skips)
 

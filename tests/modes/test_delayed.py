@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import pytest
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 import syncline
 from support.batches import Batch, fill
-from support.models import Boom, Branches, Trapped, Words, normalized
+from support.losses import squared
+from support.models import Boom, Branches, Trapped, Words, mlp, normalized
 from support.references import same_bits
+from support.runs import SMALL_BUCKETS
 from support.trainees import ADAM, DEADLINES, HEAVY, PLAIN, Trainee, delayed_by_hand, gradients_of, place_of, start
-from syncline.errors import ConfigError, RankFailed
+from syncline.errors import ConfigError, NonFiniteGradient, RankFailed
 
 STEPS = 6
 DECAYING = {"optimizer": ADAM}  # weight decay and step counts show a step that should not have been
@@ -123,6 +125,198 @@ def test_an_evaluation_between_two_backwards_loses_none_of_them() -> None:
 
 
 # What loops may do
+
+
+def by_turns(fabric: syncline.Fabric, factors: Sequence[float], **settings: object) -> list[list[Tensor]]:
+    """Where each of two optimizers has come to after every step, and after draining; one of them steps in each."""
+    model = fill(mlp(), seed=0)
+    parts = [model[0], model[2:]]
+    optimizers = [PLAIN(part.parameters()) for part in parts]
+    sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed", **settings)
+    path = [[place_of(part) for part in parts]]
+    for step, factor in enumerate(factors):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        torch.autograd.backward(squared(model, Batch(fabric.rank, step)) * factor)
+        optimizers[step % 2].step()
+        path.append([place_of(part) for part in parts])
+    sync.drain()
+    return [*path, [place_of(part) for part in parts]]
+
+
+def test_a_pass_that_cannot_be_used_concerns_the_optimizer_that_stepped_after_it() -> None:
+    def work(fabric: syncline.Fabric) -> list[list[Tensor]]:
+        return by_turns(fabric, [torch.nan if (fabric.rank, step) == (1, 2) else 1.0 for step in range(8)])
+
+    one, other = on_ranks(work)
+    for mine, theirs in zip(one, other, strict=True):
+        assert all(map(same_bits, mine, theirs))
+    moved = [[not same_bits(*places) for places in zip(*pair, strict=True)] for pair in itertools.pairwise(one)]
+    first, second = zip(*moved, strict=True)
+    assert first == (False, False, True, False, False, False, True, False, True)  # not in step 4
+    assert second == (False, False, False, True, False, True, False, True, True)
+
+
+def test_a_step_that_is_skipped_later_counts_among_those_in_a_row() -> None:
+    with pytest.raises(RankFailed, match="that makes 3 steps in a row") as caught:
+        on_ranks(lambda fabric: by_turns(fabric, [1.0, 1.0, *[torch.nan] * 6], most_skips=2))
+    assert all(isinstance(error, NonFiniteGradient) for error in caught.value.failures.values())
+
+
+def test_a_loop_that_leaves_out_steps_because_of_what_it_sees_comes_to_an_end_with_it() -> None:
+    """Late means stay at hand where a step is left out, but not for ever."""
+
+    def work(fabric: syncline.Fabric, factor: float, scale: float) -> list[Tensor]:
+        trainee = Trainee(fabric, "delayed", ADAM, most_skips=3, scale=scale)
+        path = [trainee.place()]
+        for step in range(12):
+            trainee.optimizer.zero_grad()
+            trainee.backward(factor if step == 2 else 1.0)
+            if torch.stack([p.grad.norm() for p in trainee.model.parameters()]).norm() < 1e6:
+                trainee.update()
+            else:
+                trainee.done += 1
+            path.append(trainee.place())
+        return path
+
+    for factor, scale, lost in ((torch.nan, 0.0, 2), (torch.nan, 1024.0, 2), (1e9, 0.0, 4)):
+        ranks = on_ranks(lambda fabric, by=factor, scale=scale: work(fabric, by, scale))
+        for places in zip(*ranks, strict=True):
+            assert_alike(list(places))
+        moved = [not same_bits(one, other) for one, other in itertools.pairwise(ranks[0])]
+        assert moved == [False, True, True, *[False] * lost, *[True] * (9 - lost)]
+
+
+@pytest.mark.parametrize("steps_on", [True, False])
+def test_draining_before_the_step_uses_what_is_at_hand_and_no_more(steps_on: bool) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, Tensor, Tensor]:
+        trainee = Trainee(fabric, "delayed", ADAM)
+        trainee.train(3)
+        trainee.optimizer.zero_grad()
+        trainee.backward()
+        drained = trainee.drained()
+        if steps_on:
+            trainee.update()
+        else:
+            trainee.done += 1
+        after = trainee.place()
+        trainee.step()
+        return drained, after, trainee.place()
+
+    by_hand = delayed_by_hand(2, 5, ADAM)
+    for drained, after, later in on_ranks(work):
+        assert_close(drained, by_hand[3])
+        assert same_bits(after, drained)
+        assert_close(later, by_hand[4] if steps_on else by_hand[3])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_are_copied_only_for_a_loop_that_changes_them(to_none: bool) -> None:
+    def work(fabric: syncline.Fabric) -> list[bool]:
+        trainee = Trainee(fabric, "delayed")
+        found = []
+        for _ in range(4):
+            trainee.optimizer.zero_grad(set_to_none=to_none)
+            trainee.backward()
+            buckets = trainee.sync.reducer.layout.buckets
+            memory = {buffer.values.untyped_storage().data_ptr() for bucket in buckets for buffer in bucket.buffers}
+            gradients = [parameter.grad for parameter in trainee.model.parameters()]
+            found.append(all(gradient.untyped_storage().data_ptr() in memory for gradient in gradients))
+            trainee.update()
+        return found
+
+    assert on_ranks(work) == [[False, to_none, to_none, to_none]] * 2  # there are no means in the first step
+
+
+@pytest.mark.parametrize("to_none", [None, True, False])
+def test_a_step_after_closing_uses_the_last_pass_unless_it_was_thrown_away(to_none: bool | None) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[Tensor, Tensor]:
+        trainee = Trainee(fabric, "delayed", PLAIN)
+        for step in range(4):
+            trainee.optimizer.zero_grad(set_to_none=to_none is not False)
+            trainee.backward()
+            if step < 3:
+                trainee.update()
+        if to_none is not None:
+            trainee.optimizer.zero_grad(set_to_none=to_none)
+        trainee.sync.close()
+        closed = trainee.place()
+        trainee.update()
+        return closed, trainee.place()
+
+    by_hand = delayed_by_hand(2, 4, PLAIN)
+    for closed, after in on_ranks(work):
+        assert_close(closed, by_hand[3])
+        assert_close(after, by_hand[4] if to_none is None else by_hand[3])
+
+
+def test_reconfiguring_before_the_first_step_is_refused() -> None:
+    """The gradients at hand are zeros, and those in flight are not thrown away."""
+
+    def work(fabric: syncline.Fabric) -> None:
+        trainee = Trainee(fabric, "delayed", PLAIN)
+        trainee.backward()
+        trainee.sync.reconfigure(mode="sync")
+
+    with pytest.raises(RankFailed, match="while there were gradients that no step has used"):
+        on_ranks(work)
+
+
+def test_a_pass_that_was_thrown_away_is_not_waited_for_in_another_mode() -> None:
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        trainee = Trainee(fabric, "delayed", PLAIN)
+        path = trainee.train(3)
+        trainee.optimizer.zero_grad()
+        trainee.backward()
+        trainee.optimizer.zero_grad()
+        trainee.sync.reconfigure(mode="sync")
+        return [path[-1], trainee.place(), trainee.step(), trainee.step()]
+
+    ranks = on_ranks(work)
+    by_hand = delayed_by_hand(2, 3, PLAIN)
+    for path in ranks:
+        assert_close(path[0], by_hand[2])
+        assert_close(path[1], by_hand[3])
+        assert not same_bits(path[2], path[1])
+        assert not same_bits(path[3], path[2])
+
+
+def test_means_that_a_loop_zeroed_in_place_before_any_copy_was_kept_are_lost_and_not_zeros() -> None:
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        trainee = Trainee(fabric, "delayed", **DECAYING)
+        path = [trainee.place()]
+        for step in range(STEPS):
+            trainee.optimizer.zero_grad(set_to_none=step != 4)
+            trainee.backward()
+            if step == 3:
+                trainee.done += 1
+            else:
+                trainee.update()
+            path.append(trainee.place())
+        return path
+
+    ranks = on_ranks(work)
+    moved = [not same_bits(one, other) for one, other in itertools.pairwise(ranks[0])]
+    assert moved == [False, True, True, False, False, True]
+
+
+def test_ranks_on_which_other_optimizers_step_are_told() -> None:
+    """Their next passes are alike, and by then each has thrown away what another has used."""
+
+    def work(fabric: syncline.Fabric) -> None:
+        model = fill(mlp(), seed=0)
+        optimizers = [PLAIN(model[0].parameters()), PLAIN(model[2:].parameters())]
+        syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            torch.autograd.backward(squared(model, Batch(fabric.rank, step)))
+            optimizers[fabric.rank if step == 1 else 0].step()
+
+    with pytest.raises(RankFailed) as caught:
+        on_ranks(work)
+    said = "other optimizers stepped after the last backward pass on rank 0 than on rank 1"
+    assert [str(error).count(said) for error in caught.value.failures.values()] == [1, 1]
 
 
 def accumulated(world: int, steps: int) -> Tensor:
@@ -268,14 +462,15 @@ def test_a_rank_that_is_done_and_cannot_clip_is_not_compared_with_those_that_do(
     assert_alike(on_ranks(work, 3))
 
 
-def test_parameters_that_no_rank_or_only_one_uses_get_no_gradient_or_its_share() -> None:
+@pytest.mark.parametrize("to_none", [True, False])
+def test_parameters_that_no_rank_or_only_one_uses_get_no_gradient_or_its_share(to_none: bool) -> None:
     def work(fabric: syncline.Fabric) -> tuple[Tensor, list[str]]:
         model = fill(Branches(), seed=0)
         optimizer = ADAM(model.parameters())
         sync = syncline.Sync(model, optimizer, fabric=fabric, mode="delayed")
         names = ["always", "here_and_there"] if fabric.rank else ["always"]
         for step in range(3):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=to_none)
             torch.autograd.backward(model(Batch(fabric.rank, step).x, names).square().mean())
             optimizer.step()
         absent = sorted({name.split(".")[0] for name, p in model.named_parameters() if p.grad is None})
@@ -306,6 +501,34 @@ def test_ranks_may_have_different_amounts_of_data(counts: tuple[int, ...], check
         joined = trainee.place()
         trainee.done = 100
         return [joined, *trainee.train(3), trainee.drained()]
+
+    for places in zip(*on_ranks(work, 3), strict=True):
+        assert_alike(list(places))
+
+
+@pytest.mark.parametrize("codec", ["none", "topk:0.3"])
+@pytest.mark.parametrize("counts", [(2, 5, 4), (5, 2, 5), (0, 3, 1)])
+def test_ranks_may_have_different_amounts_of_data_for_several_optimizers(counts: tuple[int, ...], codec: str) -> None:
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        model = fill(mlp(), seed=0)
+        optimizers = [HEAVY(model[0].parameters()), HEAVY(model[2:].parameters())]
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed", codec=codec)
+        path = []
+
+        def train(steps: int) -> None:
+            for step in range(steps):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                torch.autograd.backward(squared(model, Batch(fabric.rank, step)))
+                optimizers[step % 2].step()
+
+        with sync.join():
+            train(counts[fabric.rank])
+        path.append(place_of(model))
+        train(3)
+        path.append(place_of(model))
+        sync.drain()
+        return [*path, place_of(model)]
 
     for places in zip(*on_ranks(work, 3), strict=True):
         assert_alike(list(places))
@@ -391,6 +614,33 @@ def test_a_rank_that_fails_in_backward_and_goes_on_stays_equal(where: str, at: i
 
     ranks = on_ranks(work)
     assert_alike(ranks)
+
+
+@pytest.mark.parametrize("where", ["between gradients", "after all gradients"])
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_a_rank_that_fails_in_a_loop_of_several_optimizers_stays_equal(where: str, at: int) -> None:
+    def work(fabric: syncline.Fabric) -> list[Tensor]:
+        model = fill(Trapped(), seed=0)
+        optimizers = [HEAVY(model.layers[0].parameters()), HEAVY(model.layers[1:].parameters())]
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed", **SMALL_BUCKETS)
+        path = []
+        for step in range(8):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            batch = Batch(fabric.rank, step)
+            armed = where if (fabric.rank, step) == (1, at) else ""
+            loss = (model(batch.x, armed) - batch.y).square().mean()
+            with suppress(Boom):
+                torch.autograd.backward(loss)
+                optimizers[step % 2].step()
+            del loss
+            path.append(place_of(model))
+        sync.drain()
+        return [*path, place_of(model)]
+
+    one, other = on_ranks(work)
+    equal = list(map(same_bits, one, other))
+    assert equal == [not at <= step < at + 2 for step in range(9)]  # it is late by a step of one optimizer
 
 
 # With a GradScaler

@@ -139,17 +139,24 @@ def real_from_fake(run: Run) -> tuple[Callable[..., Tensor], Callable[..., Tenso
     return of_critic, of_generator
 
 
-def adversaries(run: Run) -> None:
+def adversaries(run: Run, to_none: bool = True) -> None:
     """The usual loop of a GAN: the critic learns, then the generator through the critic."""
     for_generator, for_critic = run.optimizers
-    of_critic, of_generator = real_from_fake(run)
     for step in range(STEPS):
-        for_critic.zero_grad()
-        run.backward(step, of_critic)
-        for_critic.step()
-        for_generator.zero_grad()
-        run.backward(step, of_generator)
-        for_generator.step()
+        for optimizer, loss in zip((for_critic, for_generator), real_from_fake(run), strict=True):
+            optimizer.zero_grad(set_to_none=to_none)
+            run.backward(step, loss)
+            optimizer.step()
+
+
+def adversaries_zeroed_together(run: Run) -> None:
+    """What the generator has got before its own backward pass is part of it."""
+    for_generator, for_critic = run.optimizers
+    for step in range(STEPS):
+        run.zero_grad()
+        for optimizer, loss in zip((for_critic, for_generator), real_from_fake(run), strict=True):
+            run.backward(step, loss)
+            optimizer.step()
 
 
 def seldom(run: Run) -> None:
@@ -163,12 +170,16 @@ def seldom(run: Run) -> None:
             second.step()
 
 
-def by_turns(run: Run) -> None:
+def by_turns(run: Run, clip: bool = False, evaluates: bool = False) -> None:
     """In each step one optimizer of two."""
     for step in range(STEPS):
         run.zero_grad()
         run.backward(step)
+        if clip:
+            clip_norm(run, step)  # gradients of both
         run.optimizers[step % 2].step()
+        if evaluates and step % 3 == 1:
+            evaluate(run, step)
 
 
 def first_alone(run: Run) -> None:
@@ -329,13 +340,24 @@ def zeroed_seldom(run: Run) -> None:
         run.step()
 
 
-def left_out(run: Run) -> None:
-    """All ranks leave out a step, as one whose norm is too large."""
+def left_out(run: Run, zero: Callable[[Run], None] = Run.zero_grad) -> None:
+    """All ranks leave out a step."""
     for step in range(STEPS):
-        run.zero_grad()
+        zero(run)
         run.backward(step)
         if step != 3:
             run.step()
+
+
+def zero_in_place(run: Run) -> None:
+    run.optimizer.zero_grad(set_to_none=False)
+
+
+def zero_data(run: Run) -> None:
+    """As older code does it, past autograd."""
+    for parameter in run.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.data.zero_()
 
 
 def after_each_step(run: Run, change: Callable[[nn.Module], None]) -> None:
@@ -365,10 +387,14 @@ def evaluated(run: Run) -> None:
     for step in range(STEPS):
         one_step(run, step)
         if step % 2:
-            run.model.eval()
-            with torch.no_grad():
-                run.noted.append(bool(run.loss(step).isfinite()))
-            run.model.train()
+            evaluate(run, step)
+
+
+def evaluate(run: Run, step: int) -> None:
+    run.model.eval()
+    with torch.no_grad():
+        run.noted.append(bool(run.loss(step).isfinite()))
+    run.model.train()
 
 
 def frozen_later(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong today on a gradient's path, beside the loops of `modes/test_parity.py`: right answer, or refusal."""
+"""What loops do with gradients on their path, beside those of `modes/test_parity.py`: right answer, or refusal."""
 
 from __future__ import annotations
 
@@ -26,10 +26,6 @@ from syncline.errors import ConfigError, Desync, RankFailed
 WORLD = 2
 EVERY_FABRIC = ["threads", *(pytest.param(name, marks=pytest.mark.slow) for name in PROCESS_FABRICS)]
 MODES = ["sync", "delayed", "bounded:ahead=0", "async"]  # that send gradients
-
-
-def wrong(row: str, raises: type[Exception] | tuple[type[Exception], ...] = AssertionError) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, raises=raises, reason=f"path: {row}")
 
 
 def on_ranks(work: Callable[[syncline.Fabric], Any], fabric: str = "threads") -> list[Any]:

@@ -92,6 +92,26 @@ def test_a_run_with_a_scaler_goes_on_bit_for_bit(mode: str) -> None:
     assert_same_paths(resumed, whole)
 
 
+class Hesitant(Trainee):
+    """Leaves out every fourth step, with a scale that changes in each."""
+
+    def update(self) -> None:
+        if self.done % 4 != 3:
+            super().update()
+        else:
+            self.done += 1
+        self.scaler.update(1024.0 * 2.0 ** (self.done % 3))
+
+
+@pytest.mark.parametrize("at", [4, 5, 8])
+def test_a_run_that_left_out_a_step_goes_on_bit_for_bit(at: int) -> None:
+    """The gradients that the step would have used are still there, in their scale, and no others."""
+    make = partial(Hesitant, mode="delayed", optimizer=ADAM, scale=1024.0)
+    whole = on_ranks(partial(go_on, make=make, at=at, steps=STEPS))
+    resumed = on_ranks(partial(go_on_from_a_checkpoint, make=make, at=at, steps=STEPS))
+    assert_same_paths(resumed, whole)
+
+
 @pytest.mark.parametrize("mode", ["delayed", "diloco:every=8,fragments=2,delay=2,merge=0.5"])
 def test_saving_changes_nothing(mode: str) -> None:
     def work(fabric: syncline.Fabric, saves: bool) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
     counts                                 nonfinite        present            of rank 0               of rank 1 ...
     failed | late | unfrozen | touched     one a bucket     one a parameter    since step, number,
-                                                                               digest, call, ready (2)
+                                                                               digest, call, ready (2),
+                                                                               stepped
 
 It travels on its own, beside the buckets, so that no bucket carries anything but gradients. Every word but those of a
 rank is a number of ranks. A rank writes its own words and zeros in those of the others, so that their sum is what every
@@ -23,7 +24,7 @@ from syncline.core.ranks import some_ranks
 from syncline.errors import Desync
 
 COUNTS = 4  # words that say how many ranks have failed, were late, have unfrozen parameters, have touched their replica
-OWN = 6  # words of each rank
+OWN = 7  # words of each rank
 MOST_PASSES = 1 << 20  # numbers of passes are compared modulo this
 
 
@@ -58,6 +59,7 @@ class PassStatus:
     numbers: tuple[int, ...] = ()  # of each rank: the number of the pass that it is in
     calls: tuple[int, ...] = ()  # of each rank: what it does
     ready_us: tuple[tuple[int, int], ...] = ()  # of each rank: when its first and last bucket was full, as it says
+    stepped: tuple[int, ...] = ()  # of each rank: a digest of what has stepped since the pass before
 
     def refuse_different_calls(self) -> None:
         """Raise `Desync` on every rank if they do different things, or are in different passes."""
@@ -72,6 +74,18 @@ class PassStatus:
             raise Desync(
                 f"ranks are in different passes, so nothing of it was used: {list(self.numbers)}, by rank. Were they "
                 f"restored from checkpoints of different steps?"
+            )
+
+    def refuse_different_steps(self) -> None:
+        """Raise `Desync` on every rank if other optimizers have stepped on some ranks than on others."""
+        ranks: dict[int, list[int]] = {}
+        for rank in self.active:
+            ranks.setdefault(self.stepped[rank], []).append(rank)
+        if len(ranks) > 1:
+            sides = " than on ".join(map(some_ranks, ranks.values()))
+            raise Desync(
+                f"other optimizers stepped after the last backward pass on {sides}, so replicas are not equal any "
+                f"more; make the same steps on all ranks, close this Sync and make another to begin from rank 0"
             )
 
     @property
@@ -93,6 +107,7 @@ class OwnStatus:
     digest: int = 0  # of this replica, or of the plan that a rank wants to adopt; 24 bits
     call: Call = Call.SYNCHRONIZE
     ready_us: tuple[int, int] = (0, 0)  # when its first and its last bucket was full (`path/readiness.py`)
+    stepped: int = 0  # digest of what has stepped since the pass before; 24 bits
     nonfinite: set[int] = field(default_factory=set)  # numbers of buckets
     present: list[int] = field(default_factory=list)  # of every parameter, whether this rank has a gradient of it
 
@@ -103,7 +118,7 @@ def write_status(own: OwnStatus, buckets: Collection[int], rank: int, world: int
     words += [int(bucket in own.nonfinite) for bucket in buckets]
     words += own.present
     of_ranks = [0] * (OWN * world)
-    mine = [own.since_step, own.number % MOST_PASSES, own.digest, own.call, *own.ready_us]
+    mine = [own.since_step, own.number % MOST_PASSES, own.digest, own.call, *own.ready_us, own.stepped]
     of_ranks[OWN * rank : OWN * rank + OWN] = mine
     return words + of_ranks
 
@@ -128,4 +143,5 @@ def read_status(words: Sequence[int], buckets: Sequence[int], world: int) -> Pas
         tuple(of_ranks[1::OWN]),
         tuple(of_ranks[3::OWN]),
         tuple(zip(of_ranks[4::OWN], of_ranks[5::OWN], strict=True)),
+        tuple(of_ranks[6::OWN]),
     )

@@ -7,7 +7,9 @@ Nobody waits as long as a mean takes less time than a step. The price is a gradi
 stable learning rate on a quadratic is half of the synchronous one. In the first delayed step there is nothing to apply.
 The last gradients are applied by `sync.drain()`, which evaluating the model and closing do by themselves.
 
-Memory: a second set of buckets.
+A gradient is applied if the optimizer of its parameter stepped after its backward pass: what a loop throws away is not.
+
+Memory: a second set of buckets, and a copy of gradients for loops that clip, unscale or zero them in place.
 """
 
 from __future__ import annotations

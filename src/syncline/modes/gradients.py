@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from syncline.codecs.none import NoCodec
 from syncline.core.status import Call, PassStatus
@@ -20,7 +20,8 @@ from syncline.modes.settings import Settings
 from syncline.path.codec_state import Saved
 from syncline.path.path import DivideBy
 from syncline.reducer.parameters import sparse_names
-from syncline.reducer.reducer import Reducer, ReducerConfig
+from syncline.reducer.passes import Pass
+from syncline.reducer.reducer import Reducer, ReducerConfig, State
 from syncline.replicas import all_have, average_optimizers, broadcast_scaler, compare_layouts
 
 log = logging.getLogger(__name__)
@@ -35,12 +36,10 @@ class GradientDriver(Driver):
         super().__init__(replica)
         settings = replica.settings
         self.lags = lags_after is not None
-        self.problem = ""  # with the gradients at hand, the same on every rank
         self.joined: DivideBy | None = None  # inside `join`, where ranks may have different numbers of batches
         self.last_active = 0  # the lowest rank that took part with data in the last pass of any
         self.everyone_active = True
         self.is_draining = False
-        self.scale = 1.0  # of the loss, when what is under way left
         self.passes_to_settle: int | None = None  # until ranks settle their scales, after one of them has failed
         self.late_versions: list[tuple[int, int]] | None = None  # of gradients that some ranks get only in their step
         self.handed_out: list[tuple[int, int]] = []  # versions of gradients when backward had ended
@@ -61,19 +60,37 @@ class GradientDriver(Driver):
 
     # In the user's loop
 
-    def before_round(self) -> str:
+    def before_round(self) -> None:
         if not self.is_draining:
-            self.reducer.before_step()
+            self.complete_pass()
             self.refuse_changes()
             self.note_changes()
         if self.guard is not None:
             self.guard.begin_step()
-        return self.problem
 
-    def after_step(self) -> None:
-        super().after_step()
+    def complete_pass(self, late: bool = True) -> None:
+        """See that gradients at hand are means over ranks."""
+        has_failed = self.reducer.abandoned is not None
+        self.reducer.before_step(late)
+        if has_failed and self.reducer.in_flight is not None:
+            self.hand_out()
+            self.handed_out = self.reducer.versions()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self.reducer.in_flight is None and not self.is_draining:
+            return  # the gradients at hand are those of the last pass
+        late = self.reducer.late_means_of(optimizer)
+        self.withholds = late is None
+        self.problem = late.problem if late is not None else ""
+        self.spoils_all = self.is_spoilt(late is not None and late.is_void)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        super().after_step(optimizer)
         if self.guard is not None:
             self.guard.end_step()
+
+    def after_scaler(self, optimizer: Optimizer) -> None:
+        self.reducer.use(optimizer)
 
     def refuse_changes(self) -> None:
         """Gradients that this rank clipped were handed to another one as they had been, in its step."""
@@ -95,14 +112,11 @@ class GradientDriver(Driver):
             self.handed_out = self.reducer.versions()
 
     def after_round(self, skipped: bool) -> None:
-        self.withholds = False
-        if self.lags:
-            self.problem = ""
         if self.lags and not self.is_draining:  # which is not done by all ranks at once
             self.compare(f"after step {self.reducer.passes}")
 
     def wait(self) -> None:
-        self.reducer.before_step(late=False)
+        self.complete_pass(late=False)
 
     def needs_scaler(self) -> str:
         if self.lags:
@@ -114,14 +128,14 @@ class GradientDriver(Driver):
         return ""
 
     def before_forward(self) -> None:
-        """Nobody evaluates without the last gradients, and what was under way when a pass failed is not forgotten.
+        """Nobody evaluates without the last gradients, and the others do not wait for a rank whose pass failed.
 
-        Between backward and step there are gradients at hand, which are not to be overtaken by later ones. Where the
-        loop clips, the last ones wait for its next step: only there are they what all ranks make of them.
+        Between backward and step there are gradients at hand, which are the loop's. Where it clips, the last ones wait
+        for its next step: only there are they what all ranks make of them.
         """
-        is_allowed = not self.reducer.has_late_means and not self.changes_gradients
-        evaluates = not self.replica.model.training and is_allowed
-        if evaluates or self.reducer.abandoned is not None:
+        if self.replica.model.training or self.changes_gradients or self.reducer.state is State.AT_HAND:
+            self.reducer.complete_abandoned()
+        else:
             self.drain()
 
     def drain(self) -> None:
@@ -135,26 +149,24 @@ class GradientDriver(Driver):
             self.is_draining = False
 
     def drain_passes(self) -> None:
-        """A pass that failed here, and what is under way. Means at hand are the loop's, to be used or left out."""
-        if self.reducer.abandoned is not None:
-            self.reducer.complete_abandoned()
-            self.use_means()
-        while self.reducer.in_flight is not None:
-            self.reducer.arrive_late()
-            self.use_means()
+        """Step with all late means. A pass in flight that no optimizer stepped after is waited for, and stays."""
+        self.reducer.complete_abandoned()
+        self.reducer.note_changes()
+        self.reducer.arrive_wanted()
+        if self.reducer.late:
+            self.hand_out()
+            self.replica.step_optimizers()
+            self.reducer.drop_gradients()
+            self.handed_out = self.reducer.versions()
 
     def finish(self) -> None:
         if self.lags:
+            at_hand = self.reducer.slots_at_hand()
             try:
                 self.drain()
+                self.reducer.hand_over(at_hand)
             except FabricError as error:
                 log.warning("the last gradients were not applied: %s", error)
-
-    def use_means(self) -> None:
-        """Step with what has just arrived, if anything has."""
-        if self.reducer.has_late_means:
-            self.replica.step_optimizers()
-            self.reducer.drop_gradients()
 
     def join(self, divide_by: DivideBy | None) -> None:
         self.joined = self.reducer.path.joined = divide_by
@@ -178,7 +190,6 @@ class GradientDriver(Driver):
         if self.reducer.synchronize(has_data=False) is None:
             self.reducer.arrive_late()
             self.reducer.drop_gradients()
-            self.reducer.has_late_means = self.withholds = False
         return self.any_active
 
     # What ranks say to each other
@@ -187,26 +198,21 @@ class GradientDriver(Driver):
         """The fingerprint of this replica in a pass."""
         return self.guard.fingerprint(number) if self.guard is not None else NO_FINGERPRINT
 
-    def pass_ended(self, status: PassStatus) -> bool:
-        """Gradients are at hand; whether they can be used."""
+    def pass_ended(self, status: PassStatus) -> str:
+        """Means have come; why they cannot be used, or nothing."""
         self.withholds = False
         self.any_active = bool(status.active)
         self.last_active = status.active[0] if status.active else self.last_active
         self.everyone_active = len(status.active) == self.reducer.fabric.world
         self.doubt(status)
-        factor = 1.0
-        if self.joined == "active" and status.active:
-            factor = self.reducer.fabric.world / len(status.active)
-        if self.reducer.has_late_means and self.replica.scaler is not None:  # of a pass that is late
-            factor *= (1.0 if self.is_draining else self.replica.scaler.get_scale()) / self.scale
-        if factor != 1.0:
-            self.reducer.layout.scale(factor)
+        if self.joined == "active" and status.active and not self.everyone_active:
+            self.reducer.layout.scale(self.reducer.fabric.world / len(status.active))
         self.new_gradients()
         self.problem = self.what_is_wrong(status)
         if status.failed:
             self.passes_to_settle = 1
         self.late_versions = self.reducer.versions() if status.late and not self.lags else None
-        return not self.problem
+        return self.problem
 
     def doubt(self, status: PassStatus) -> None:
         """Doubt that replicas are equal, if the pass gives reason to; all ranks do so together."""
@@ -220,9 +226,10 @@ class GradientDriver(Driver):
         """All that ranks say to each other besides gradients; every rank comes by here in every pass."""
         if self.replica.scaler is not None:
             self.settle_scale(self.replica.scaler)
-            self.scale = self.replica.scaler.get_scale()
-        if self.reducer.in_flight is not None and not self.reducer.has_late_means:
-            self.pretend()
+        if isinstance(self.reducer.in_flight, Pass):
+            self.reducer.in_flight.loss_scale = self.loss_scale
+            if self.reducer.in_flight.takes_part:
+                self.hand_out()
         if self.lags:
             self.handed_out = self.reducer.versions()
         self.replica.settle_buffers(self.last_active)
@@ -247,11 +254,37 @@ class GradientDriver(Driver):
             self.spoils_all = True
         broadcast_scaler(self.replica.fabric, scaler, self.last_active)
 
-    def pretend(self) -> None:
-        """Show zeros to what looks at gradients, as a GradScaler does, before a step that is not to be made."""
-        self.withholds = True
-        for slot in self.reducer.layout.slots:
-            slot.parameter.grad = torch.zeros_like(slot.parameter)
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the loss in gradients that the next step uses."""
+        return 1.0 if self.is_draining or self.replica.scaler is None else self.replica.scaler.get_scale()
+
+    def hand_out(self) -> None:
+        """Give parameters their late means.
+
+        Zeros are shown to what looks at gradients, as a GradScaler does, before a step that is not to be made.
+        """
+        self.forget_unwanted()
+        self.reducer.hand_out(self.loss_scale)
+        for optimizer in self.replica.optimizers:
+            if self.reducer.late_means_of(optimizer) is None:
+                self.reducer.give_zeros(optimizer)
+
+    def forget_unwanted(self) -> None:
+        """Forget late means that no step has used in many passes.
+
+        A loop that leaves out steps because of what it sees in them would leave out every step from here on.
+        """
+        reducer, most = self.reducer, self.replica.settings.most_skips
+        newest = reducer.passes - most
+        for late in [late for late in reducer.late if max(late.number, reducer.passes_before_step) < newest]:
+            log.warning(
+                "no optimizer has stepped in %d backward passes, so the gradients of pass %d are not used; with "
+                "mode=delayed they are at hand until a step is made, also where a loop leaves it out because of them",
+                most,
+                late.number,
+            )
+            reducer.late.remove(late)
 
     @property
     def has_doubts(self) -> bool:
@@ -278,7 +311,7 @@ class GradientDriver(Driver):
 
     def what_is_wrong(self, status: PassStatus) -> str:
         """With the gradients at hand; empty if nothing is. Without a codec every mean is right or not by itself."""
-        self.spoils_all = status.failed or not isinstance(self.replica.settings.codec, NoCodec)
+        self.spoils_all = self.is_spoilt(status.failed)
         if status.failed:
             return "a rank failed in its backward pass"
         if status.nonfinite:
@@ -287,6 +320,10 @@ class GradientDriver(Driver):
                 f"the gradient of one of {', '.join(names[:3])} is not finite on some rank, or too large to be added up"
             )
         return self.what_is_not_finite()
+
+    def is_spoilt(self, is_void: bool) -> bool:
+        """Whether what is wrong with some gradients is so with all that came with them."""
+        return is_void or not isinstance(self.replica.settings.codec, NoCodec)
 
     def what_is_not_finite(self) -> str:
         """Which gradients are NaN or infinite; empty if none is."""
@@ -311,6 +348,7 @@ class GradientDriver(Driver):
 
     def quiesce(self, wanted: Settings) -> None:
         self.drain()
+        self.reducer.in_flight = None  # it has arrived, and no optimizer stepped after it
 
     def residuals(self) -> Saved:
         return self.reducer.path.state_dict()
@@ -318,7 +356,6 @@ class GradientDriver(Driver):
     def take_over(self, residuals: Saved, previous: Driver) -> None:
         if isinstance(previous, GradientDriver):
             self.reducer.restore(previous.reducer.state_dict())
-            self.scale = previous.scale
             self.changes_gradients = previous.changes_gradients
             if self.replica.settings.mode != previous.replica.settings.mode:
                 self.reducer.begin_warmup()
@@ -336,14 +373,12 @@ class GradientDriver(Driver):
         return {
             "layout": self.reducer.state_dict(),
             "codec_state": self.reducer.path.state_dict(),
-            "scale": self.scale,
             "changes_gradients": self.changes_gradients,
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.reducer.restore(saved["layout"])
         self.load_codec_state(saved["codec_state"])
-        self.scale = saved["scale"]
         self.changes_gradients = saved["changes_gradients"]
 
     def close(self) -> None:

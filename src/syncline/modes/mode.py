@@ -12,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any, ClassVar
 
+from torch.optim import Optimizer
+
 from syncline.errors import ConfigError
 from syncline.guards.finite import harm_done
 from syncline.modes.replica import Replica
@@ -46,6 +48,7 @@ class Driver(ABC):
     """A mode at work on one rank."""
 
     reducer: Reducer | None = None  # of modes that send gradients
+    problem = ""  # with the gradients that the next step is for
     withholds = False  # there are no gradients to make a step with
     mends_parameters = False  # that are not finite on a rank: it takes those of others
     spoils_all = True  # what is wrong with some gradients is so with all that came with them
@@ -55,8 +58,11 @@ class Driver(ABC):
         self.new_gradients: Callable[[], None] = lambda: None  # told when gradients come that no step has used
 
     @abstractmethod
-    def before_round(self) -> str:
-        """Make gradients what the optimizers should see; what is wrong with them, or nothing."""
+    def before_round(self) -> None:
+        """Make gradients what the optimizers should see."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step; from here on `problem` is that of its own gradients."""
 
     def harm_done(self) -> str:
         """What earlier steps have done to parameters, if anything; asked when something is wrong with gradients."""
@@ -67,10 +73,13 @@ class Driver(ABC):
         """Who makes the step with gradients that are good."""
         return Step.NOBODY if self.withholds else Step.HERE
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """One optimizer has made its step."""
         if self.reducer is not None:
-            self.reducer.after_step()
+            self.reducer.after_step(optimizer)
+
+    def after_scaler(self, optimizer: Optimizer) -> None:
+        """A GradScaler has let one optimizer make its step, or has left it out."""
 
     def after_round(self, skipped: bool) -> None:
         """All optimizers have made their steps."""

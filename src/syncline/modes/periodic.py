@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from syncline.codecs.none import NoCodec
 from syncline.core.status import Call
@@ -107,17 +108,23 @@ class PeriodicDriver(Driver):
 
     # In the user's loop
 
-    def before_round(self) -> str:
+    def before_round(self) -> None:
         if self.gradients is not None:
-            return self.gradients.before_round()
+            self.gradients.before_round()
+            self.problem = self.gradients.problem
+        else:
+            self.problem = self.what_is_not_finite()
+
+    def what_is_not_finite(self) -> str:
+        """Which gradient of this rank is NaN or infinite; empty if none is."""
         if self.replica.settings.nonfinite == "ignore":
             return ""
         bad = first_not_finite((name, p.grad) for name, p in self.replica.named() if p.grad is not None)
         return f"the gradient of {bad} is not finite on this rank" if bad else ""
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         if self.gradients is not None:
-            self.gradients.after_step()
+            self.gradients.after_step(optimizer)
 
     def after_round(self, skipped: bool) -> None:
         if self.replica.scaler is None:

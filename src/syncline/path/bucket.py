@@ -216,11 +216,6 @@ class Bucket:
             if slot.parameter.grad is None and slot.name not in unused:
                 slot.parameter.grad = slot.view
 
-    def assign_all_grads(self, unused: Container[str]) -> None:
-        """Give every parameter the gradient in this memory, which is not the one it had; None where no rank had any."""
-        for slot in self.slots:
-            slot.parameter.grad = slot.view if slot.name not in unused else None
-
 
 def view_of(slot: Slot, flat: Tensor) -> Tensor:
     """Flat memory in the shape of a slot's parameter, with the strides that it has, as optimizers like it."""

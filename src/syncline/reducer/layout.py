@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from syncline.core.plan import Gradient, Plan, assign
 from syncline.fabric.base import Fabric
@@ -125,14 +126,18 @@ class Layout:
             bucket.turn_for(number)
 
     @torch.no_grad()
-    def assign_saved_grads(self, gradients: Mapping[str, Tensor]) -> None:
-        """Put gradients from elsewhere in the memory of this pass, and give them to the parameters."""
+    def copy_in(self, means: Mapping[str, Tensor]) -> None:
+        """Put means from elsewhere in the memory of this pass."""
         for bucket in self.buckets:
             bucket.buffer.values.zero_()
             for slot in bucket.slots:
-                if slot.name in gradients:
-                    slot.view.copy_(gradients[slot.name])
-            bucket.assign_all_grads({slot.name for slot in bucket.slots if slot.name not in gradients})
+                if slot.name in means:
+                    slot.view.copy_(means[slot.name])
+
+    def slots_of(self, optimizer: Optimizer) -> list[Slot]:
+        """Those of the parameters that an optimizer has."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [slot for slot in self.slots if id(slot.parameter) in own]
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""

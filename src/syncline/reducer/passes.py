@@ -33,6 +33,7 @@ class Pass:
     has_ended: bool = False  # its status has left
     has_compared: bool = False  # with the others, what is unfrozen
     works: list[PassWork] = field(default_factory=list)  # under way: the buckets, and those of what was unfrozen
+    loss_scale: float = 1.0  # of its gradients
 
     @property
     def has_data(self) -> bool:
@@ -61,6 +62,7 @@ class SavedPass:
     number: int
     status: PassStatus
     gradients: dict[str, Tensor]
+    loss_scale: float
 
     @classmethod
     def of(cls, current: Pass, status: PassStatus) -> Self:
@@ -71,7 +73,7 @@ class SavedPass:
             for slot, view in zip(work.bucket.slots, work.buffer.views, strict=True):
                 if slot.name not in unused:
                     gradients[slot.name] = view.clone()
-        return cls(current.number, status, gradients)
+        return cls(current.number, status, gradients, current.loss_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing but numbers and tensors."""
@@ -79,6 +81,7 @@ class SavedPass:
         return {name: status[name] for name in ("failed", "nonfinite", "active")} | {
             "number": self.number,
             "gradients": dict(self.gradients),
+            "loss_scale": self.loss_scale,
         }
 
     @classmethod
@@ -86,4 +89,4 @@ class SavedPass:
         """The pass that was saved."""
         status = PassStatus(saved["failed"], tuple(saved["nonfinite"]), tuple(saved["active"]))
         gradients = {name: gradient.clone() for name, gradient in saved["gradients"].items()}
-        return cls(saved["number"], status, gradients)
+        return cls(saved["number"], status, gradients, saved["loss_scale"])

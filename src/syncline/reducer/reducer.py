@@ -5,7 +5,8 @@ which gradients come is observed, rank 0's order is taken by all, and the bucket
 leaves as soon as its last gradient is there, strictly in the agreed order. At the end of backward what is left is sent
 (a gradient that did not come counts as zero), the status follows, and when backward returns every gradient is the mean.
 
-With a lag, backward does not wait for its own pass but for the one before, and returns its gradients.
+With a lag, backward does not wait for its own pass but for the one before, and returns the gradients of that of which
+the optimizer stepped after it. The others were thrown away (`late.py`).
 
 All that ranks say to each other is said in a pass, so a rank that has no more data can take part in it with nothing.
 """
@@ -13,7 +14,7 @@ All that ranks say to each other is said in a pass, so a rank that has no more d
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -21,7 +22,9 @@ from itertools import chain
 from time import monotonic_ns
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from syncline.core.passes import UNSURE, PassCounter
 from syncline.core.plan import Plan
@@ -29,7 +32,7 @@ from syncline.core.status import Call, OwnStatus, PassStatus
 from syncline.errors import ConfigError, Desync, FabricError, LateGradient, PeerError, SynclineError
 from syncline.fabric.base import Fabric
 from syncline.fabric.health import RankProgress
-from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
+from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint, digest_of
 from syncline.guards.finite import first_not_finite
 from syncline.guards.hangs import Doing, explain, explain_desync
 from syncline.guards.unfreezing import compare_unfrozen
@@ -37,6 +40,7 @@ from syncline.path.bucket import Bucket, Slot
 from syncline.path.path import Path
 from syncline.path.work import PassWork
 from syncline.reducer.backward import End, current_pass
+from syncline.reducer.late import LateMeans
 from syncline.reducer.layout import Layout
 from syncline.reducer.parameters import Named
 from syncline.reducer.passes import Pass, SavedPass
@@ -73,8 +77,8 @@ class PassListener(Protocol):
     def fingerprint(self, number: int) -> Fingerprint:
         """The fingerprint of this replica in a pass."""
 
-    def pass_ended(self, status: PassStatus) -> bool:
-        """Gradients are where an optimizer finds them; whether they can be used, which all ranks see alike."""
+    def pass_ended(self, status: PassStatus) -> str:
+        """Means have come; why they cannot be used, which all ranks see alike, or nothing."""
 
     def also_synchronize(self) -> None:
         """Say what else ranks say to each other in a pass."""
@@ -116,11 +120,15 @@ class Reducer:
         self.current: Pass | None = None  # in FILLING and ACCUMULATING
         self.abandoned: Pass | None = None  # in ABANDONED
         self.ending: threading.Thread | None = None  # in ABANDONED: sends what the failed pass had not sent
-        self.in_flight: Pass | SavedPass | None = None  # whose gradients the next backward will return
-        self.has_late_means = False  # in AT_HAND: those of the pass before
+        self.in_flight: Pass | SavedPass | None = None  # that the next backward will wait for
+        self.stepped: set[str] = set()  # parameters whose optimizer has stepped since the newest pass
+        self.late: list[LateMeans] = []  # of passes that have arrived
+        self.given: dict[Slot, tuple[Tensor, int]] = {}  # gradients that a pass with a lag returned, with their version
+        self.keeps_copies = False  # of late means, because the loop changes or zeroes in place what it is given
         self.failure: FabricError | None = None  # in BROKEN
         self.passes = 0
         self.ended_by_all = 0  # the last pass whose status has come
+        self.last_failed = 0  # the last pass that failed on a rank, which may not step after it as others do
         self.known_from = 0  # the pass from which on every rank knows the last status that this one has read
         self.passes_before_step = 0
         self.backwards = 0  # since the last optimizer step
@@ -190,9 +198,12 @@ class Reducer:
         self.refuse_what_lags_badly()
         if has_data:
             self.refuse_momentum_of_momentum()
+        self.note_changes()
         self.complete_abandoned()
         if not synchronizes:
             return Pass(self.passes, synchronizes)
+        for unused in self.late:
+            unused.leave_buckets()
         self.passes += 1
         self.layout.turn_for(self.passes)
         for bucket in self.layout.buckets:
@@ -208,18 +219,12 @@ class Reducer:
 
     def refuse_what_lags_badly(self) -> None:
         """With a lag, gradients that were handed out are not part of the next pass."""
-        if self.config.lags_after is None:
-            return
-        if self.abandoned is not None:
-            raise ConfigError(
-                "a backward pass failed and what was under way before it was not applied; call sync.drain() before "
-                "the next one, or call the model itself and not its parts"
-            )
-        if self.has_late_means and self.in_flight is not None and self.still_has_means():
+        if self.still_has_late_means():
             raise ConfigError(
                 f"a second backward pass came before the optimizer's step, whose gradients are at hand since backward "
                 f"pass {self.config.accumulate}; with mode=delayed say accumulate=N, or wrap all but the last in "
-                f"sync.no_sync()"
+                f"sync.no_sync(). Where several optimizers take turns, call zero_grad() of each right before its own "
+                f"backward pass"
             )
 
     def refuse_momentum_of_momentum(self) -> None:
@@ -241,10 +246,17 @@ class Reducer:
             return False
         return sum(bool(view.any()) for view in self.handed_out()) > 1
 
+    def still_has_late_means(self) -> bool:
+        """The same of late means alone, which are part of no other pass."""
+        names = {name for late in self.late for name in late.means}
+        given = [one for slot, (one, _) in self.given.items() if slot.name in names and slot.parameter.grad is one]
+        return sum(bool(gradient.any()) for gradient in given) > 1
+
     def handed_out(self) -> list[Tensor]:
-        """Gradients that parameters have in the memory of buckets."""
+        """Gradients that parameters have as they were given to them: in the memory of buckets, or with a lag."""
         slots = [slot for bucket in self.layout.buckets for slot in bucket.slots]
-        return [slot.view for slot in slots if slot.parameter.grad is slot.view]
+        given = [(slot, self.given[slot][0] if slot in self.given else slot.view) for slot in slots]
+        return [gradient for slot, gradient in given if slot.parameter.grad is gradient]
 
     def still_accumulates(self, first: Slot | None) -> bool:
         """Whether any gradient is still there that no step has used, seen when the first one of a pass has come.
@@ -340,6 +352,7 @@ class Reducer:
             fingerprint.digest,
         )
         own.call = current.call
+        own.stepped = digest_of(sorted(self.stepped))
         own.present = present_in(current.works[-1])
         if self.path.has_residuals and self.layout.buckets and not self.sparse_are_finite(current):
             own.nonfinite.add(self.layout.buckets[-1].number)  # residuals are kept before sparse gradients are averaged
@@ -430,9 +443,8 @@ class Reducer:
     def refuse_unused_gradients(self, call: str) -> None:
         """Refuse what is only possible after a step, and not while there are gradients that no step has used."""
         self.refuse_broken()
-        if self.state is State.IDLE or (
-            self.state is State.AT_HAND and not any(view.any() for view in self.handed_out())
-        ):
+        is_used = self.state is State.AT_HAND and not any(view.any() for view in self.handed_out())
+        if self.state is State.IDLE or (is_used and not self.slots_at_hand()):
             return
         raise ConfigError(
             f"{call} came while there were gradients that no step has used; call it after optimizer.step(), or after "
@@ -464,6 +476,7 @@ class Reducer:
         current, self.abandoned = self.abandoned, None
         if current is not None:
             self.complete(current)
+            self.counter.is_sure = False
 
     def complete(self, current: Pass) -> PassStatus | None:
         """Everything that ranks say to each other at the end of a pass."""
@@ -475,7 +488,7 @@ class Reducer:
             self.in_flight = current
         else:
             status = self.arrive(current)
-            self.has_late_means = False
+        self.stepped = set()
         self.state = State.AT_HAND if current.has_data else before
         self.listener.also_synchronize()
         self.publish(current, Doing.ELSEWHERE)
@@ -544,38 +557,118 @@ class Reducer:
         self.tell_listener(current, status)
         return status
 
-    def tell_listener(self, current: Pass, status: PassStatus) -> None:
-        """Say that a pass has ended, and count it if it can be used."""
-        if self.listener.pass_ended(status) and status.is_good:
+    def tell_listener(self, current: Pass | SavedPass, status: PassStatus) -> str:
+        """Say that a pass has ended, and count it if it can be used; why it cannot, or nothing."""
+        problem = self.listener.pass_ended(status)
+        if not problem and status.is_good and isinstance(current, Pass):  # a saved one has been counted
             self.path.count_good(current.works[0])
+        return problem
 
     def arrive_late(self) -> None:
-        """Wait for the pass that is in flight, if there is one, and give its gradients to the parameters."""
-        late, self.in_flight = self.in_flight, None
-        self.drop_gradients()
-        self.has_late_means = late is not None
-        if late is not None:
-            self.known_from = late.number + 1
-            status = self.assign_late_grads(late)
-            if isinstance(late, Pass):
-                self.tell_listener(late, status)
-            else:
-                self.listener.pass_ended(status)
+        """Wait for the pass that is in flight, if there is one; what optimizers want of it are late means from here."""
+        arrived, self.in_flight = self.in_flight, None
+        if arrived is None:
+            return
+        self.known_from = arrived.number + 1
+        status, unused = self.wait_for_late(arrived)
+        if status.failed:
+            self.last_failed = arrived.number
+        wanted = self.stepped - unused
+        problem = self.tell_listener(arrived, status)
+        views = {slot.name: slot.view for slot in self.layout.slots if slot.name in wanted}
+        if views:
+            self.late.append(LateMeans(arrived.number, views, arrived.loss_scale, problem, is_void=status.failed))
 
-    def assign_late_grads(self, late: Pass | SavedPass) -> PassStatus:
-        """Wait for a pass whose memory parameters have left since, and give its gradients to them."""
-        if isinstance(late, SavedPass):
+    def arrive_wanted(self) -> None:
+        """Wait for the pass that is in flight; it stays so if no optimizer has stepped after it yet."""
+        if self.stepped:
+            self.arrive_late()
+        elif isinstance(self.in_flight, Pass):
+            self.status_of(self.in_flight, self.is_newest(self.in_flight))
+
+    def wait_for_late(self, arrived: Pass | SavedPass) -> tuple[PassStatus, set[str]]:
+        """Wait for a pass whose memory parameters have left since; its status, and of what it has no means."""
+        if isinstance(arrived, SavedPass):
             self.layout.turn_for(self.passes - 1)  # not to the memory of a pass that is under way
-            self.layout.assign_saved_grads(late.gradients)
-            return late.status
-        status = self.status_of(late, self.is_newest(late))
-        self.layout.turn_for(late.number)
-        unused = late.unused_names()
-        for bucket in self.layout.buckets[: late.num_buckets]:
-            bucket.assign_all_grads(unused)
-        if late.has_data and status.is_good:
-            self.note_assigned(late)
-        return status
+            self.layout.copy_in(arrived.gradients)
+            return arrived.status, self.stepped - arrived.gradients.keys()
+        status = self.status_of(arrived, self.is_newest(arrived))
+        self.layout.turn_for(arrived.number)
+        if arrived.has_data and status.is_good:
+            self.note_assigned(arrived)
+        return status, arrived.unused_names()
+
+    # Late means
+
+    def hand_out(self, loss_scale: float) -> None:
+        """Give parameters their late means, and nothing to others: what they had is under way, or has been used."""
+        self.drop_gradients()
+        self.given.clear()
+        for late in self.late:
+            late.rescale(loss_scale)
+            for slot in self.layout.slots:
+                if slot.name in late.means:
+                    mean = late.means[slot.name]
+                    self.give(slot, mean.clone() if self.keeps_copies else mean)
+
+    def give(self, slot: Slot, gradient: Tensor) -> None:
+        """Let the loop find this gradient, and see later whether it has changed it."""
+        slot.parameter.grad = gradient
+        self.given[slot] = gradient, gradient._version
+
+    def slots_at_hand(self) -> list[Slot]:
+        """Slots of parameters that have what the newest pass gave them, with which the loop may yet step."""
+        if self.state is not State.AT_HAND:
+            return []
+        return [slot for slot, (one, version) in self.given.items() if is_untouched(slot, one, version)]
+
+    def hand_over(self, slots: Iterable[Slot]) -> None:
+        """Give parameters their means of the pass in flight at once, for a step that comes when nothing lags."""
+        arrived = self.in_flight
+        if not isinstance(arrived, Pass) or not self.status_of(arrived, self.is_newest(arrived)).is_good:
+            return
+        self.layout.turn_for(arrived.number)
+        unused = arrived.unused_names()
+        for slot in slots:
+            slot.parameter.grad = slot.view.clone() if slot.name not in unused else None
+
+    def note_changes(self) -> None:
+        """See whether the loop has changed gradients that it was given in place, as one does that zeroes them so.
+
+        From then on late means are copied for it. Those that are changed already are lost, if no step has used them.
+        """
+        changed = {slot.name for slot, (gradient, version) in self.given.items() if gradient._version != version}
+        self.given.clear()
+        if not self.keeps_copies:
+            self.drop_late(changed)
+        self.keeps_copies = self.keeps_copies or bool(changed)
+
+    def drop_late(self, names: set[str]) -> None:
+        """Forget the late means of these parameters."""
+        for late in self.late:
+            late.drop(names)
+        self.late = [late for late in self.late if late.means]
+
+    def late_means_of(self, optimizer: Optimizer) -> LateMeans | None:
+        """What the next step of an optimizer is for."""
+        names = {slot.name for slot in self.layout.slots_of(optimizer)}
+        return next((late for late in self.late if not names.isdisjoint(late.means)), None)
+
+    def use(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: with its late means, if it had any, and after the pass that is in flight."""
+        if self.lags_after is None:
+            return
+        names = {slot.name for slot in self.layout.slots_of(optimizer)}
+        self.drop_late(names)
+        self.stepped = self.stepped | names
+
+    def give_zeros(self, optimizer: Optimizer) -> None:
+        """Give parameters of an optimizer zeros, if they had a gradient on this rank in the newest pass."""
+        own = set(self.layout.slots_of(optimizer))
+        for bucket in self.layout.buckets:
+            for slot, is_present in zip(bucket.slots, bucket.present, strict=True):
+                if is_present and slot in own:
+                    self.give(slot, torch.zeros_like(slot.parameter))
 
     def note_assigned(self, current: Pass) -> None:
         """Means are where they are used from now on."""
@@ -594,6 +687,8 @@ class Reducer:
         with self.staying_broken():
             if self.path.waits_for_ranks:
                 status.refuse_different_calls()
+                if self.last_failed != current.number - 1:
+                    status.refuse_different_steps()
             asks = current.since_step == UNSURE and is_newest
             self.counter.compare(status.since_step, status.is_good, asks)
         return status
@@ -652,6 +747,8 @@ class Reducer:
             "good_passes": self.path.good_passes,
             "lags_after": self.lags_after,
             "in_flight": in_flight,
+            "stepped": sorted(self.stepped),
+            "late": [late.state_dict() for late in self.late],
         }
 
     def saved_pass(self) -> dict[str, Any] | None:
@@ -670,6 +767,8 @@ class Reducer:
         self.counter.begin()
         in_flight = saved["in_flight"]
         self.in_flight = SavedPass.restored(in_flight) if in_flight else None
+        self.stepped = set(saved["stepped"])
+        self.late = [LateMeans.restored(late) for late in saved["late"]]
         self.layout.restore(saved)
 
     # Around the optimizer's step
@@ -688,12 +787,12 @@ class Reducer:
         if self.state is State.LOCAL or self.passes == self.passes_before_step:
             self.synchronize(late=late)
 
-    def after_step(self) -> None:
-        """The optimizer has made its step."""
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has made its step."""
+        self.use(optimizer)
         self.counter.begin()
         self.backwards = 0
         self.is_tainted = False
-        self.has_late_means = False
         self.passes_before_step = self.passes
         if self.state is State.AT_HAND:
             self.state = State.IDLE
@@ -702,10 +801,11 @@ class Reducer:
     def between_steps(self) -> Iterator[None]:
         """A step inside is none of the user's loop: what that has begun to accumulate, and its counts, stay."""
         counts = self.backwards, self.passes_before_step, self.is_tainted and self.abandoned is None
-        state = self.state
+        state, stepped = self.state, self.stepped if self.abandoned is None else set()
         own = [(slot.parameter, slot.parameter.grad) for slot in self.layout.slots] if state is State.LOCAL else []
         yield
         self.backwards, self.passes_before_step, self.is_tainted = counts
+        self.stepped = stepped
         if state is State.LOCAL:
             self.state = state
         for parameter, gradient in own:
@@ -716,6 +816,11 @@ class Reducer:
         self.wait_for_ending()
         self.layout.close()
         self.path.close()
+
+
+def is_untouched(slot: Slot, given: Tensor, version: int) -> bool:
+    """Whether a parameter has the gradient that it was given, and nobody has changed it."""
+    return slot.parameter.grad is given and given._version == version
 
 
 def present_in(work: PassWork) -> list[int]:

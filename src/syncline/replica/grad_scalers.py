@@ -22,6 +22,7 @@ class ScalerListener:
 
     before_unscale: Callable[[Optimizer], None]  # it is about to look at the gradients of an optimizer
     after_unscale: Callable[[], None]  # it has divided them by its scale
+    after_step: Callable[[Optimizer], None]  # it has let an optimizer make its step, or has left it out
     after_update: Callable[[], None]  # the scale has been updated, after a step that was made or left out
 
 
@@ -43,6 +44,8 @@ def watched_class(kind: type[GradScaler]) -> type[GradScaler]:
             for listener in _listeners.get(self, []):
                 listener.before_unscale(optimizer)
             made: float | None = super().step(optimizer, *args, **kwargs)
+            for listener in _listeners.get(self, []):
+                listener.after_step(optimizer)
             return made
 
         def update(self, new_scale: Any = None) -> None:

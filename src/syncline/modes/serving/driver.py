@@ -147,7 +147,7 @@ class ServedDriver(Driver):
 
     # In the user's loop
 
-    def before_round(self) -> str:
+    def before_round(self) -> None:
         if self.reducer is None:
             raise ConfigError(
                 f"rank {self.rank} is a server and does not train; write `if not sync.serve():` before the loop"
@@ -158,7 +158,6 @@ class ServedDriver(Driver):
         if self.has_left:
             self.talk(self.enter, "entering again")
         self.push_what_changed(self.reducer)
-        return self.problem
 
     def makes_step(self) -> Step:
         return Step.ELSEWHERE
@@ -177,14 +176,14 @@ class ServedDriver(Driver):
     def also_synchronize(self) -> None:
         """Workers say nothing to each other."""
 
-    def pass_ended(self, status: PassStatus) -> bool:
+    def pass_ended(self, status: PassStatus) -> str:
         """A backward pass has ended, and its gradients are at the servers, staged."""
         assert self.reducer is not None
         self.new_gradients()
         if not self.push.holds:
             self.marks.take(self.reducer.layout.buckets)
         self.problem = self.what_is_wrong(status.failed, status.nonfinite)
-        return not self.problem
+        return self.problem
 
     def what_is_wrong(self, failed: bool, bad: tuple[int, ...]) -> str:
         """With this worker's gradients."""
