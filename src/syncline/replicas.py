@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import unified_diff
@@ -12,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from syncline.errors import LayoutMismatch
+from syncline.core.message import read_message, write_message
+from syncline.errors import ConfigError, LayoutMismatch
 from syncline.fabric.base import Fabric
 
 log = logging.getLogger(__name__)
@@ -179,21 +179,21 @@ def average_optimizers(fabric: Fabric, optimizers: Sequence[torch.optim.Optimize
 
 
 def broadcast_object(fabric: Fabric, mine: Any, root: int) -> Any:
-    """What one rank has, as a file would hold it."""
-    stream = io.BytesIO()
-    if fabric.rank == root:
-        torch.save(mine, stream)
-    told = broadcast_bytes(fabric, stream.getvalue(), root)
-    return mine if fabric.rank == root else torch.load(io.BytesIO(told), weights_only=False)
-
-
-def broadcast_bytes(fabric: Fabric, mine: bytes, root: int) -> bytes:
-    """The bytes of one rank, whatever the others have."""
-    length = torch.tensor([len(mine)], device=fabric.device)
+    """What one rank has. What cannot be sent is refused on all ranks."""
+    words = message_or_refusal(mine) if fabric.rank == root else torch.zeros(0, dtype=torch.int64)
+    length = torch.tensor([len(words)], device=fabric.device)
     fabric.broadcast(length, root)
-    row = torch.zeros(int(length), dtype=torch.uint8)
-    if fabric.rank == root and mine:
-        row = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    words = padded(row).view(torch.int64).to(fabric.device)
+    words = words.to(fabric.device) if fabric.rank == root else length.new_zeros(int(length))
     fabric.broadcast(words, root)
-    return words.cpu().view(torch.uint8)[: int(length)].numpy().tobytes()
+    refusal, told = read_message(words.cpu())
+    if refusal:
+        raise ConfigError(f"on rank {root}: {refusal}")
+    return mine if fabric.rank == root else told
+
+
+def message_or_refusal(value: Any) -> Tensor:
+    """A value as words, or why it cannot be sent."""
+    try:
+        return write_message(("", value))
+    except ConfigError as error:
+        return write_message((str(error), None))

@@ -324,7 +324,7 @@ def load_a_checkpoint(fabric: syncline.Fabric, folder: str) -> tuple[int, Tensor
     path = Path(folder, f"state {fabric.rank}")
     if not path.exists():
         torch.save(sync.state_dict(), path)
-    sync.load_state_dict(torch.load(path, weights_only=False))
+    sync.load_state_dict(torch.load(path, weights_only=True))
     for step in range(4):
         if step == 2 and fabric.rank == 0 and not fabric.incarnation:
             die()

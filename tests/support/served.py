@@ -242,7 +242,7 @@ def resumed(fabric: syncline.Fabric, how: How, other: str, stop: int) -> list[Te
                 how_now = How(other, how.codec, how.optimizer)
                 model, optimizer, sync = begin(fabric, how_now)
                 saved.seek(0)
-                of_model, of_optimizer, of_sync = torch.load(saved, weights_only=False)
+                of_model, of_optimizer, of_sync = torch.load(saved, weights_only=True)
                 model.load_state_dict(of_model)
                 optimizer.load_state_dict(of_optimizer)
                 sync.load_state_dict(of_sync)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from syncline.codecs.codec import Codec
 from syncline.codecs.none import NoCodec
+from syncline.core.message import read_message, write_message
 from syncline.errors import CorruptMessage, FabricClosed, FabricError
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, Mirror, seed_of
-from syncline.modes.serving.link import Kind, Link, Message, read_words, words_of
+from syncline.modes.serving.link import Kind, Link, Message
 from syncline.modes.serving.server import Gradients, Server
 from syncline.path.bucket import Slot, parts_of, view_of
 from syncline.replicas import pack
@@ -87,14 +88,14 @@ class Attendant:
     def introduce(self, message: Message) -> None:
         """A replacement worker takes from this rank what is in no bucket, if it has the same model and settings."""
         mine = self.replica.layout()
-        if read_words(message.body) == mine:
+        if read_message(message.body) == mine:
             self.link.send(Message(Kind.ANSWER, payload=pack(self.replica.unserved()).cpu()))
         else:
-            self.link.send(Message(Kind.ANSWER, flag=IS_DIFFERENT, body=words_of(mine)))
+            self.link.send(Message(Kind.ANSWER, flag=IS_DIFFERENT, body=write_message(mine)))
 
     def enter(self, message: Message) -> None:
         """Say where parameters are, and agree on the state of codecs."""
-        states = read_words(message.body)
+        states = read_message(message.body)
         self.mirrors.clear()
         self.ears = {number: self.coder(number, self.push, "push") for number in self.buckets}
         for number, state in states.items():
@@ -102,7 +103,7 @@ class Attendant:
                 self.ears[number].state = state
         clock = self.server.enter(self.worker)
         where = {number: shelf.descriptor for number, shelf in self.server.shelves.items()}
-        self.link.send(Message(Kind.ANSWER, step=clock, body=words_of((os.getpid(), where))))
+        self.link.send(Message(Kind.ANSWER, step=clock, body=write_message((os.getpid(), where))))
 
     def coder(self, number: int, codec: Codec, what: str) -> Coder:
         """Of one bucket."""
@@ -138,7 +139,7 @@ class Attendant:
         """Apply what was staged, let the worker wait for its turn, and give it the parameters."""
         before = {number: ear.state for number, ear in self.ears.items()}
         staleness = self.server.commit(
-            self.worker, message.step, bool(message.flag & IS_GOOD), read_words(message.body)
+            self.worker, message.step, bool(message.flag & IS_GOOD), read_message(message.body)
         )
         self.wait(lambda: self.server.clock.may_go_on(self.worker))
         if not self.server.applied:  # then the worker keeps its state too
@@ -207,11 +208,11 @@ class Attendant:
 
     def save(self, message: Message) -> None:
         """What a checkpoint needs, as it was when all workers met."""
-        self.link.send(Message(Kind.ANSWER, body=words_of(self.server.snapshot)))
+        self.link.send(Message(Kind.ANSWER, body=write_message(self.server.snapshot)))
 
     def load(self, message: Message) -> None:
         """Go on from a checkpoint."""
-        self.server.load_state_dict(read_words(message.body))
+        self.server.load_state_dict(read_message(message.body))
         self.link.send(Message(Kind.ANSWER))
 
     def leave(self, message: Message) -> None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.codec import Codec, State
+from syncline.core.message import read_message, write_message
 from syncline.modes.serving.attendant import IS_DIFFERENT, IS_GOOD, IS_MAPPED
 from syncline.modes.serving.coders import Coder, seed_of
-from syncline.modes.serving.link import Kind, Link, Message, naming_server, read_words, words_of
+from syncline.modes.serving.link import Kind, Link, Message, naming_server
 from syncline.modes.serving.shelf import map_of_another
 from syncline.path.bucket import Slot, parts_of, view_of
 from syncline.replicas import layout_mismatch, unpack
@@ -49,9 +50,9 @@ class Client:
         """Come, with the states of the codecs of pushes; returns the clock to go on from."""
         with naming_server(self.link):
             mine = {number: state for number, state in states.items() if number in self.buckets}
-            self.link.send(Message(Kind.ENTER, body=words_of(mine)))
+            self.link.send(Message(Kind.ENTER, body=write_message(mine)))
             answer = self.link.receive()
-        process, descriptors = read_words(answer.body)
+        process, descriptors = read_message(answer.body)
         if self.same_machine and not self.maps:
             self.map_all(process, descriptors)
         return answer.step
@@ -59,10 +60,10 @@ class Client:
     def introduce(self, layout: list[str], unserved: Sequence[Tensor]) -> None:
         """First words of a replacement worker: take what is in no bucket, if the server's rank has the same model."""
         with naming_server(self.link):
-            self.link.send(Message(Kind.INTRODUCE, body=words_of(layout)))
+            self.link.send(Message(Kind.INTRODUCE, body=write_message(layout)))
             answer = self.link.receive()
         if answer.flag & IS_DIFFERENT:
-            raise layout_mismatch(self.link.peer, read_words(answer.body), self.worker, layout)
+            raise layout_mismatch(self.link.peer, read_message(answer.body), self.worker, layout)
         unpack(answer.payload, unserved)
 
     def map_all(self, process: int, descriptors: Mapping[int, int]) -> None:
@@ -131,13 +132,13 @@ class Client:
         """What a checkpoint needs of the server, as it was when all workers met last."""
         with naming_server(self.link):
             self.link.send(Message(Kind.SAVE))
-            saved: dict[str, Any] = read_words(self.link.receive().body)
+            saved: dict[str, Any] = read_message(self.link.receive().body)
         return saved
 
     def load(self, saved: dict[str, Any]) -> None:
         """Let the server go on from a checkpoint."""
         with naming_server(self.link):
-            self.link.send(Message(Kind.LOAD, body=words_of(saved)))
+            self.link.send(Message(Kind.LOAD, body=write_message(saved)))
             self.link.receive()
 
     def leave(self, comes_back: bool) -> None:

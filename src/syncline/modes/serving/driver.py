@@ -10,13 +10,14 @@ from time import monotonic_ns
 from typing import Any
 
 from syncline.codecs.codec import Codec
+from syncline.core.message import write_message
 from syncline.core.status import PassStatus
 from syncline.errors import ConfigError, FabricError, PairingError, SynclineError
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.modes.mode import Driver
 from syncline.modes.replica import Replica
 from syncline.modes.serving.client import Client
-from syncline.modes.serving.link import FabricLink, Link, LocalLink, Message, words_of
+from syncline.modes.serving.link import FabricLink, Link, LocalLink, Message
 from syncline.modes.serving.marks import Marks
 from syncline.modes.serving.optimizers import ServedGroups, groups_of, refuse_shared_memory, refuse_wrappers
 from syncline.modes.serving.push import PushPath
@@ -234,7 +235,7 @@ class ServedDriver(Driver):
 
     def commit(self, good: bool) -> None:
         """Tell all servers that the step is complete, and take their parameters."""
-        groups = words_of(groups_of(self.replica.optimizers))
+        groups = write_message(groups_of(self.replica.optimizers))
         for client in self.clients.values():
             client.commit(self.steps, good, groups)
         answers = self.take()

@@ -6,12 +6,11 @@ in the same process has a link of two queues.
 
 from __future__ import annotations
 
-import pickle
 import queue
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from syncline.fabric.base import Fabric
 from syncline.modes.serving.speech import DTYPES
 
 HEAD_WORDS = 8
-WORD_BYTES = 8
 NOTHING = torch.zeros(0, dtype=torch.int64)
 
 
@@ -92,7 +90,10 @@ class FabricLink:
         kind, number, step, flag, words, code, length, _ = head.tolist()
         if kind not in iter(Kind) or min(words, length) < 0 or code not in range(len(DTYPES)):
             raise CorruptMessage(f"{head.tolist()} is no head of a message")
-        body, payload = torch.empty(words, dtype=torch.int64), torch.empty(length, dtype=DTYPES[code])
+        try:
+            body, payload = torch.empty(words, dtype=torch.int64), torch.empty(length, dtype=DTYPES[code])
+        except (RuntimeError, TypeError):
+            raise CorruptMessage(f"{head.tolist()} announces more than there is memory for") from None
         receives = [(tensor, self.other) for tensor in (body, payload) if len(tensor)]
         if receives:
             self.fabric.transport.post([], receives).wait()
@@ -150,17 +151,3 @@ def naming_server(link: Link) -> Iterator[None]:
             f"the server on rank {link.peer} does not answer: it is lost with its parameters, or has given up on this "
             f"worker for being late; resume from the last checkpoint. [{error.message}]",
         ) from None
-
-
-def words_of(something: Any) -> Tensor:
-    """Anything as words."""
-    data = pickle.dumps(something)
-    padded = bytearray(len(data).to_bytes(WORD_BYTES, "little") + data + bytes(-len(data) % WORD_BYTES))
-    return torch.frombuffer(padded, dtype=torch.int64)
-
-
-def read_words(words: Tensor) -> Any:
-    """What was made words of, by a rank of this job."""
-    data = words.view(torch.uint8).numpy().tobytes()
-    length = int.from_bytes(data[:WORD_BYTES], "little")
-    return pickle.loads(data[WORD_BYTES : WORD_BYTES + length])
