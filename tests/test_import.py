@@ -133,7 +133,6 @@ FORBIDDEN = {
     "path": {"replica", "replicas", *ABOVE_PATH},
     "reducer": {"modes", "sync", "launch", "current", "integrations", "bench", "cli"},
     "replicas.py": {"guards", "path", *ABOVE_PATH},
-    "state.py": {"fabric", "path", *ABOVE_PATH},
     "replica": {"path", *ABOVE_PATH - {"reducer"}},
     "modes": {"sync", "launch", "current", "integrations", "bench", "cli"},
     "sync.py": {"integrations", "bench", "cli"},

@@ -24,6 +24,7 @@ from syncline.batch_norm import refuse_shared_statistics
 from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of, text_of_codec
 from syncline.collectives.registry import algorithm
+from syncline.core.state import STATE_VERSION, choose_state, holds_work
 from syncline.current import refuse_outlived
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
@@ -41,7 +42,6 @@ from syncline.reducer.reducer import Reducer
 from syncline.replica.grad_scalers import ScalerListener, stepping_scaler, watch_scaler
 from syncline.replica.optimizer_steps import Step, StepListener, watch_steps
 from syncline.replicas import broadcast_tensors, compare_layouts, model_tensors
-from syncline.state import STATE_VERSION, choose_state, holds_work
 from syncline.tracing.quality import Quality
 from syncline.tracing.spans import Recorder
 from syncline.tracing.totals import Totals, mean_totals

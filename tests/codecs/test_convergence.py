@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import syncline
 from syncline.bench.learning import momentum_for
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration, Mean, talk
 from syncline.codecs.none import NoCodec
 from syncline.codecs.onebit import OneBit
@@ -22,6 +22,7 @@ from syncline.codecs.quantized import Int8
 from syncline.codecs.randomk import RandomK
 from syncline.codecs.registry import codec_of
 from syncline.codecs.topk import TopK
+from syncline.core.parts import Part
 from syncline.guards.divergence import digest_of
 
 # Codecs with a fault, which the registry would refuse

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from support.codec_cases import SETTINGS, SHAPES, flat_parts, parts_of
-from syncline.codecs.codec import Codec, Part, ReduceContext
+from syncline.codecs.codec import Codec, ReduceContext
 from syncline.codecs.conversation import Gather, Question, answers_to
 from syncline.codecs.registry import CODECS, codec_of
+from syncline.core.parts import Part
 
 WORLDS = (1, 2, 3, 4, 5, 8)
 BUCKETS = [*(flat_parts(length) for length in (0, 1, 7, 1031)), parts_of(SHAPES), parts_of(((7, 129), (1, 1)))]

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from support.codec_cases import SETTINGS, Ranks, flat_parts, gradients_of, parts_of, sends_gradients
-from syncline.codecs.codec import Part, ReduceContext
+from syncline.codecs.codec import ReduceContext
 from syncline.codecs.composed import innermost
 from syncline.codecs.kernels import reference
 from syncline.codecs.registry import codec_of
 from syncline.codecs.topk import select_sampled
+from syncline.core.parts import Part
 from syncline.errors import ConfigError
 
 

@@ -14,9 +14,9 @@ from support.codec_cases import parts_of
 from support.guarded import filled
 from support.steep import SMALL, Steep, flat_of, slopes_of
 from syncline.codecs.registry import codec_of
+from syncline.core.state import STATE_VERSION, choose_state
 from syncline.errors import ConfigError, RankFailed
 from syncline.path.codec_state import BucketCodecState, CodecStateStore
-from syncline.state import STATE_VERSION, choose_state
 
 CODECS = ("fp16:feedback=true", "int8", "int4:rounding=stochastic", "onebit", "topk:0.1", "topk:0.1,values=int8")
 CODECS += ("topk:0.2,select=sampled", "topk:0.1,block=50", "randomk:0.1", "powersgd:2", "dgc:0.1,momentum=0")

@@ -15,8 +15,8 @@ import syncline
 from support.codec_cases import LENGTHS, SETTINGS, SHAPES, flat_parts, parts_of
 from support.on_a_line import Descent, gone, slope_of
 from support.served import LOCKSTEP, How, equal, in_single, plain
-from syncline.codecs.codec import Part
 from syncline.codecs.registry import codec_of
+from syncline.core.parts import Part
 from syncline.errors import CorruptMessage, RankFailed
 from syncline.modes.serving import client as client_module
 from syncline.modes.serving import coders as coders_module

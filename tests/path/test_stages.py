@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import syncline
 from support.codec_cases import SHAPES, parts_of
 from support.guarded import filled
-from syncline.codecs.codec import Codec, Part, ReduceContext
+from syncline.codecs.codec import Codec, ReduceContext
 from syncline.codecs.conversation import Conversation, Declaration, Mean
 from syncline.codecs.none import NoCodec
 from syncline.codecs.registry import CODECS, codec_of
 from syncline.collectives.schedule import hosts_of_sizes
+from syncline.core.parts import Part
 from syncline.errors import ConfigError, FabricError
 from syncline.fabric.channel import Channel
 from syncline.fabric.threads import Threads

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import talk
 from syncline.codecs.registry import codec_of
+from syncline.core.parts import Part
 from syncline.path.codec_state import BucketCodecState
 
 SETTINGS = (

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from syncline.bench.metering import Meter, cleanest
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Gather, Question, answers_to
 from syncline.codecs.entries import positions_of
 from syncline.codecs.registry import codec_of, text_of_codec
+from syncline.core.parts import Part
 from syncline.errors import SynclineError
 from syncline.path.codec_state import BucketCodecState
 from syncline.reducer.heap import keep_freed_memory

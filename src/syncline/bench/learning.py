@@ -22,10 +22,11 @@ from syncline.bench.contenders import attach_sync
 from syncline.bench.tasks import Score, task_of
 from syncline.bench.trainer import Trainer, Workload
 from syncline.bench.workloads import sgd
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration
 from syncline.codecs.correction import Correction
 from syncline.codecs.registry import codec_of
+from syncline.core.parts import Part
 from syncline.errors import NonFiniteGradient
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import digest_of

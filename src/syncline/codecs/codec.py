@@ -12,20 +12,12 @@ import torch
 from torch import Tensor
 
 from syncline.codecs.conversation import Conversation, Declaration
+from syncline.core.parts import Part
 
 if TYPE_CHECKING:
     from syncline.codecs.correction import Correction
 
 State = dict[str, Tensor]  # by parameter name, and what it is: "layer.weight/factor"
-
-
-class Part(NamedTuple):
-    """A parameter's place in the values of a bucket."""
-
-    name: str
-    lo: int
-    hi: int
-    shape: torch.Size
 
 
 class Cut(NamedTuple):
@@ -39,11 +31,6 @@ class Cut(NamedTuple):
         if self.unit == "matrix":
             return position in {part.lo for part in parts} | {part.hi for part in parts}
         return position % self.numel == 0
-
-
-def numel_of(parts: Sequence[Part]) -> int:
-    """Elements of all these parameters."""
-    return sum(part.hi - part.lo for part in parts)
 
 
 @dataclass(frozen=True)

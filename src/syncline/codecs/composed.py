@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State
+from syncline.codecs.codec import Codec, Cut, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration, Mean
 from syncline.codecs.correction import Correction
 from syncline.codecs.none import NoCodec
+from syncline.core.parts import Part
 from syncline.errors import ConfigError
 from syncline.specs import text_of
 

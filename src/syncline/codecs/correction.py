@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Part, ReduceContext, State
+from syncline.codecs.codec import ReduceContext, State
+from syncline.core.parts import Part
 
 
 @dataclass(frozen=True, kw_only=True)

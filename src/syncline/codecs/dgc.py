@@ -16,11 +16,12 @@ from typing import ClassVar
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration, Gather
 from syncline.codecs.correction import Correction, momentum_by_part, momentum_in
 from syncline.codecs.entries import FORMS
 from syncline.codecs.topk import TopK
+from syncline.core.parts import Part
 from syncline.errors import ConfigError, UnknownName
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Part, ReduceContext, State, numel_of
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration, Mean
 from syncline.codecs.kernels.reference import expect_length
 from syncline.codecs.slices import declare_slices, exchange_slices
+from syncline.core.parts import Part, numel_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Part, ReduceContext, State, numel_of
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration, Mean
+from syncline.core.parts import Part, numel_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.codec import Codec, Cut, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration, Exchange, Gather
 from syncline.codecs.kernels.reference import expect_length, pack_bits, packed_bytes, scaled_bytes, unpack_bits
 from syncline.codecs.slices import declare_slices, exchange_slices, slice_bounds
+from syncline.core.parts import Part, numel_of
 from syncline.errors import ConfigError, PairingError
 
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import low_rank
-from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.codec import Codec, Cut, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration, Mean
 from syncline.codecs.low_rank import Matrix, Shape, left_shapes, right_shapes
+from syncline.core.parts import Part, numel_of
 from syncline.errors import ConfigError
 
 

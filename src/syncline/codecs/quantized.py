@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.codec import Codec, Cut, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration
 from syncline.codecs.kernels.reference import scaled_bytes
 from syncline.codecs.slices import declare_slices, exchange_slices
+from syncline.core.parts import Part, numel_of
 from syncline.errors import ConfigError, UnknownName
 
 ROUNDINGS = ("nearest", "stochastic")

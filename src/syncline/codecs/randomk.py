@@ -15,8 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.codec import Codec, Cut, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration, Mean
+from syncline.core.parts import Part, numel_of
 from syncline.errors import ConfigError, PairingError
 
 LEAST_KEEP = 1e-9  # no bucket has more entries

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Cut, Part, ReduceContext, State, numel_of
+from syncline.codecs.codec import Codec, Cut, ReduceContext, State
 from syncline.codecs.conversation import Conversation, Declaration, Gather
 from syncline.codecs.entries import FORMS, declare_entries
+from syncline.core.parts import Part, numel_of
 from syncline.errors import ConfigError, UnknownName
 
 SELECTIONS = ("exact", "sampled")

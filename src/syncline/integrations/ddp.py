@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from syncline.codecs.codec import Codec
 from syncline.codecs.registry import codec_of, text_of_codec
+from syncline.core.state import STATE_VERSION, choose_state
 from syncline.core.status import OwnStatus
 from syncline.errors import ConfigError
 from syncline.fabric.call_thread import CallThread
@@ -42,7 +43,6 @@ from syncline.path.codec_state import KINDS
 from syncline.path.make import make_path
 from syncline.path.residuals import GradientScale
 from syncline.path.work import PassWork
-from syncline.state import STATE_VERSION, choose_state
 from syncline.tracing.spans import Recorder
 
 

@@ -12,14 +12,12 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor, nn
 
-from syncline.codecs.codec import Part
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
 from syncline.fabric.calls import name_of
 from syncline.guards.claims import strides_of
 from syncline.path.holders import count_references, count_tensors, warn_of_blindness
 from syncline.path.placing import SMALL_BYTES, put
-from syncline.path.work import NamedParameter
 
 NOT_SEEN = 1 << 30  # gradients: more than come in any pass, so a bucket waits for its end
 
@@ -220,13 +218,3 @@ class Bucket:
 def view_of(slot: Slot, flat: Tensor) -> Tensor:
     """Flat memory in the shape of a slot's parameter, with the strides that it has, as optimizers like it."""
     return flat.as_strided(slot.parameter.shape, slot.strides)
-
-
-def parts_of(slots: Sequence[NamedParameter]) -> tuple[Part, ...]:
-    """The parameters of a bucket by name and place."""
-    parts, start = [], 0
-    for slot in slots:
-        numel = slot.parameter.numel()
-        parts.append(Part(slot.name, start, start + numel, slot.parameter.shape))
-        start += numel
-    return tuple(parts)

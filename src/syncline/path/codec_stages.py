@@ -13,12 +13,12 @@ from syncline.codecs.codec import Codec, ReduceContext
 from syncline.codecs.conversation import Gather
 from syncline.codecs.entries import positions_of
 from syncline.codecs.none import void
+from syncline.core.parts import parts_of
 from syncline.core.status import PassStatus
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
 from syncline.guards.finite import is_finite, largest_of, magnitude_fits
 from syncline.path.answerer import Answerer, Asked
-from syncline.path.bucket import parts_of
 from syncline.path.codec_state import BucketCodecState, CodecStateStore
 from syncline.path.coded_work import CodedWork
 from syncline.path.hierarchical import HierarchicalAnswerer

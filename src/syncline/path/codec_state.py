@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.codec import Codec, ReduceContext, State
 from syncline.codecs.correction import Correction
+from syncline.core.parts import Part
 from syncline.guards.finite import SPARE, magnitude_fits, sum_fits
 from syncline.path.residuals import GradientScale, Residual
 from syncline.path.stages import Stage

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from syncline.codecs import kernels
-from syncline.codecs.codec import Part
+from syncline.core.parts import Part
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from syncline.codecs.codec import Codec, Part, numel_of
+from syncline.codecs.codec import Codec
 from syncline.codecs.conversation import Declaration
 from syncline.codecs.none import NoCodec
 from syncline.collectives.schedule import Hosts
+from syncline.core.parts import Part, numel_of
 
 StageName = Literal["fill", "ready", "encode", "sum", "wire", "combine", "decode", "spread", "status", "commit"]
 Resource = Literal["user", "codec", "channel", "host"]

@@ -9,18 +9,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from syncline.core.parts import NamedParameter
 from syncline.core.status import OwnStatus, PassStatus
 from syncline.path.stages import StageName
 from syncline.tracing.spans import BucketSpan
-
-
-class NamedParameter(Protocol):
-    """A parameter whose gradient is in a bucket."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def parameter(self) -> Tensor: ...
 
 
 class Memory(Protocol):

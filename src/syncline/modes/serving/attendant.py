@@ -14,12 +14,13 @@ from torch import Tensor
 from syncline.codecs.codec import Codec
 from syncline.codecs.none import NoCodec
 from syncline.core.message import read_message, write_message
+from syncline.core.parts import parts_of
 from syncline.errors import CorruptMessage, FabricClosed, FabricError
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, Mirror, seed_of
 from syncline.modes.serving.link import Kind, Link, Message
 from syncline.modes.serving.server import Gradients, Server
-from syncline.path.bucket import Slot, parts_of, view_of
+from syncline.path.bucket import Slot, view_of
 from syncline.replicas import pack
 
 log = logging.getLogger(__name__)

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from syncline.codecs.codec import Codec, State
 from syncline.core.message import read_message, write_message
+from syncline.core.parts import parts_of
 from syncline.modes.serving.attendant import IS_DIFFERENT, IS_GOOD, IS_MAPPED
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server
 from syncline.modes.serving.shelf import map_of_another
-from syncline.path.bucket import Slot, parts_of, view_of
+from syncline.path.bucket import Slot, view_of
 from syncline.replicas import layout_mismatch, unpack
 
 Buckets = Mapping[int, Sequence[Slot]]

@@ -12,7 +12,8 @@ from collections.abc import Container
 import torch
 from torch import Tensor
 
-from syncline.codecs.codec import Codec, Part, ReduceContext, State
+from syncline.codecs.codec import Codec, ReduceContext, State
+from syncline.core.parts import Part
 from syncline.modes.serving.speech import listen, pack, speak, unpack
 from syncline.path.codec_state import BucketCodecState
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from syncline.codecs.codec import State
 from syncline.codecs.none import NoCodec
+from syncline.core.parts import NamedParameter, parts_of
 from syncline.core.status import OwnStatus, PassStatus, read_status, write_status
 from syncline.errors import ConfigError
 from syncline.fabric.call_thread import CallThread
@@ -19,11 +20,11 @@ from syncline.guards.finite import is_finite, magnitude_fits
 from syncline.modes.replica import Replica
 from syncline.modes.serving.coders import Coder, seed_of
 from syncline.modes.serving.link import Kind, Link, Message, naming_server
-from syncline.path.bucket import Slot, parts_of
+from syncline.path.bucket import Slot
 from syncline.path.codec_state import BucketCodecState, CodecStateStore, PendingEncoding, Saved
 from syncline.path.path import Path
 from syncline.path.residuals import GradientScale
-from syncline.path.work import BucketWork, GradientBucket, Memory, NamedParameter, PassWork
+from syncline.path.work import BucketWork, GradientBucket, Memory, PassWork
 
 
 @dataclass
