@@ -127,8 +127,10 @@ def test_an_evaluation_between_two_backwards_loses_none_of_them() -> None:
 # What loops may do
 
 
-def by_turns(fabric: syncline.Fabric, factors: Sequence[float], **settings: object) -> list[list[Tensor]]:
-    """Where each of two optimizers has come to after every step, and after draining; one of them steps in each."""
+def by_turns(
+    fabric: syncline.Fabric, factors: Sequence[float], both: Sequence[int] = (), **settings: object
+) -> list[list[Tensor]]:
+    """Where each of two optimizers has come to after every step, and after draining; one or both step in each."""
     model = fill(mlp(), seed=0)
     parts = [model[0], model[2:]]
     optimizers = [PLAIN(part.parameters()) for part in parts]
@@ -138,7 +140,8 @@ def by_turns(fabric: syncline.Fabric, factors: Sequence[float], **settings: obje
         for optimizer in optimizers:
             optimizer.zero_grad()
         torch.autograd.backward(squared(model, Batch(fabric.rank, step)) * factor)
-        optimizers[step % 2].step()
+        for optimizer in optimizers if step in both else [optimizers[step % 2]]:
+            optimizer.step()
         path.append([place_of(part) for part in parts])
     sync.drain()
     return [*path, [place_of(part) for part in parts]]
@@ -155,6 +158,19 @@ def test_a_pass_that_cannot_be_used_concerns_the_optimizer_that_stepped_after_it
     first, second = zip(*moved, strict=True)
     assert first == (False, False, True, False, False, False, True, False, True)  # not in step 4
     assert second == (False, False, False, True, False, True, False, True, True)
+
+
+def test_of_two_optimizers_that_step_together_one_may_be_skipped() -> None:
+    """They step with gradients of different passes."""
+
+    def work(fabric: syncline.Fabric) -> list[list[Tensor]]:
+        return by_turns(fabric, [torch.nan if step == 2 else 1.0 for step in range(5)], both=(1, 3))
+
+    path = on_ranks(work)[0]
+    moved = [[not same_bits(*places) for places in zip(*pair, strict=True)] for pair in itertools.pairwise(path[:-1])]
+    first, second = zip(*moved, strict=True)
+    assert first == (False, True, True, False, True)
+    assert second == (False, False, False, True, False)
 
 
 def test_a_step_that_is_skipped_later_counts_among_those_in_a_row() -> None:
