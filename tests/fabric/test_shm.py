@@ -20,6 +20,7 @@ import torch
 import syncline
 from support import TESTS
 from support.patience import within
+from support.processes import shared_memory_files
 from support.reducing import finite_as_told
 from support.references import all_same_bits, left_fold, noise, same_bits
 from syncline.collectives.registry import ALGORITHMS
@@ -274,13 +275,13 @@ def create_and_close(fabric, meetings: list[Meeting]) -> tuple[int, int, int]:
 @pytest.mark.looks_at_shm
 @pytest.mark.timeout(180)
 def test_three_hundred_cycles_leave_nothing_behind():
-    shared_files = set(os.listdir("/dev/shm"))
+    shared_files = shared_memory_files()
     for grown_descriptors, grown_threads, grown_kib in shm(
         partial(create_and_close, meetings=[Meeting() for _ in range(300)])
     ):
         assert (grown_descriptors, grown_threads) == (0, 0)
         assert grown_kib < 4096
-    assert set(os.listdir("/dev/shm")) == shared_files
+    assert shared_memory_files() == shared_files
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a full /dev/shm needs root")

@@ -15,6 +15,7 @@ import syncline
 from support.catalogue import one_now_others_slow
 from support.on_a_line import RATE, START, Descent, slope_of
 from support.patience import within
+from support.processes import shared_memory_files
 from support.replaced import Replaced, assert_replaced
 from support.served import LOCKSTEP, How, with_nan
 from support.struck import HALTS, MOMENTS, Halt, Strike, halt_a_server, lose_a_server, survive
@@ -37,9 +38,9 @@ def started_before() -> None:
 @pytest.fixture
 def nothing_open(started_before: None) -> Iterator[None]:
     """No file of shared memory, no descriptor is left."""
-    shared, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    shared, descriptors = shared_memory_files(), len(os.listdir("/proc/self/fd"))
     yield
-    assert set(os.listdir("/dev/shm")) == shared
+    assert shared_memory_files() == shared
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from support.patience import within
 
+OF_MPI = ("vader_segment", "mpich_", "psm")  # files that an MPI makes for its own ranks
 HELPERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 
 
@@ -22,6 +23,11 @@ class Process(NamedTuple):
     session: int
     state: str
     command: str
+
+
+def shared_memory_files() -> set[str]:
+    """Names in /dev/shm, apart from those of an MPI, which may run beside."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(OF_MPI)}
 
 
 def process_table() -> Iterator[Process]:
