@@ -37,9 +37,11 @@ class EngineHandle:
         transport.health.watch.call_begins(self)
         self.future.add_done_callback(self._note_time)
 
-    def _note_time(self, _: object) -> None:
-        self.ended_ns = time.monotonic_ns()
-        self.transport.health.watch.call_ends(self)
+    def _note_time(self, _: object = None) -> None:
+        """Note the end, in the thread of the engine or in one that has waited, whichever comes first."""
+        if self.ended_ns == self.began_ns:
+            self.ended_ns = time.monotonic_ns()
+            self.transport.health.watch.call_ends(self)
 
     def wait(self, deadline_s: float | None = None) -> None:
         """Return when it is done; raise what it raised. Ctrl-C is heard meanwhile."""
@@ -55,6 +57,7 @@ class EngineHandle:
             self.future.wait()  # the work itself has ended only when all who wait for its future have been called
         except RuntimeError as error:
             raise self.transport.health.failed(None, error, self.began_ns / 1e9, self.call) from error
+        self._note_time()
         self.is_finite = self.end()
         self.let_go()
 
