@@ -200,7 +200,7 @@ def test_closing_one_leaves_the_others_and_the_parent(fabric: str) -> None:
 def test_closing_the_parent_closes_them(fabric: str, drain: bool) -> None:
     for outcomes in syncline.run(partial(members.close_with_the_parent, drain=drain), 2, fabric, PATIENT):
         assert [kind for kind, _, _ in outcomes] == ["FabricClosed"] * 4
-        assert max(seconds for _, _, seconds in outcomes) < 1.0
+        assert max(seconds for _, _, seconds in outcomes) < within(1.0)
 
 
 @on_processes

@@ -124,7 +124,7 @@ def test_a_server_ends_without_a_newcomer_that_knocked_and_died(tmp_path: Path) 
         run(work, "shm", 3, restarts=1)
     assert set(failed.value.failures) == {2}
     assert set(failed.value.results) == {0, 1}
-    assert max(report.seconds for report in failed.value.results.values()) < 10.0
+    assert max(report.seconds for report in failed.value.results.values()) < within(10.0, most=18.0)
 
 
 @pytest.mark.sampled(1)

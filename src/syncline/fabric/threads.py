@@ -67,7 +67,7 @@ class Stalls(Fault):
     """The rank does nothing until everybody else has given up on it."""
 
     def strike(self, transport: ThreadsTransport) -> None:
-        transport.shared.sleep_until_failure()
+        transport.shared.sleep_until_given_up()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,10 +189,16 @@ class ThreadGroup:
         for condition in self.wake:
             condition.notify_all()
 
-    def sleep_until_failure(self) -> None:
-        """What a stalled rank does."""
+    def sleep_until_given_up(self) -> None:
+        """Sleep as a stalled rank does, until all others have given up on it or have ended.
+
+        One that has not yet noticed the failure could go on, if this rank woke up before.
+        """
         with self.lock:
             while self.failure is None:
+                self.wake[0].wait(0.05)
+            until = time.monotonic() + self.deadlines.operation
+            while len(self.failed | self.gone) < self.world and time.monotonic() < until:
                 self.wake[0].wait(0.05)
 
 
