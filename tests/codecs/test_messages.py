@@ -47,6 +47,25 @@ def test_a_message_says_how_its_positions_were_written(module: ModuleType, spaci
     assert entries.positions_of(message) == way
 
 
+@pytest.mark.parametrize("form", ["fp32", "fp16", "int8"])
+@pytest.mark.parametrize("module", [entries, kernels])
+def test_messages_may_be_filled_up_with_zeros_and_with_nothing_else(module: ModuleType, form: str) -> None:
+    numel = 5000
+    messages = [
+        module.take_entries(torch.randn(numel), torch.arange(rank, numel, spacing), form)
+        for rank, spacing in enumerate([3, 17, 900, numel])
+    ]
+    plain, filled = torch.empty(numel), torch.empty(numel)
+    module.mean_of_entries(plain, messages, form)
+    for more in (1, 8, 1000):
+        longer = [torch.cat([message, message.new_zeros(more)]) for message in messages]
+        module.mean_of_entries(filled, longer, form)
+        assert torch.equal(filled, plain)
+        longer[2][-1] = 1
+        with pytest.raises(CorruptMessage):
+            module.mean_of_entries(filled, longer, form)
+
+
 # Corrupt messages
 
 
