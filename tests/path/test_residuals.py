@@ -47,11 +47,12 @@ def test_one_that_is_restored_is_of_the_scale_with_which_it_was_saved() -> None:
     assert torch.allclose(sum_at(residual, scale_of(0.1, 0.2)), torch.tensor([8.0, 8.0, 8.0, 16.0, 16.0]))
 
 
-def test_a_parameter_that_nobody_used_keeps_its_own() -> None:
+@pytest.mark.parametrize("grown", [1.0, 2.0, 4.0])
+def test_a_parameter_that_nobody_used_keeps_its_own(grown: float) -> None:
     residual = made_at(scale_of(0.1, 0.2))
     residual.next_values().zero_()
-    residual.commit(residual.next_values(), scale_of(0.1, 0.2), ["second"])
-    assert sum_at(residual, scale_of(0.1, 0.2)).tolist() == [0.0, 0.0, 0.0, 8.0, 8.0]
+    residual.commit(residual.next_values(), scale_of(0.1 * grown, 0.2 * grown), ["second"])
+    assert sum_at(residual, scale_of(0.1 * grown, 0.2 * grown)).tolist() == [0.0, 0.0, 0.0, 8.0 / grown, 8.0 / grown]
 
 
 def test_a_pass_with_a_learning_rate_of_zero_leaves_a_residual_as_it_is() -> None:
