@@ -46,3 +46,24 @@ def test_a_mean_that_fp16_cannot_hold_is_found() -> None:
     for known, was_skipped in syncline.run(partial(finite_as_known, codec="fp16", scale=1e6), 2, "threads"):
         assert set(known) == {None}  # of a pass that nobody can use
         assert was_skipped
+
+
+def good_passes(fabric: syncline.Fabric, codec: str, factors: list[float]) -> tuple[int, bool]:
+    """How many passes were good, each with a factor on rank 1, and whether weights are finite."""
+    model = filled(nn.Linear(30, 20), seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
+    for factor in factors:
+        optimizer.zero_grad()
+        (model(torch.ones(3, 30)).sum() * (factor if fabric.rank == 1 else 1.0)).backward()
+        optimizer.step()
+    sync.close()
+    return sync.reducer.path.good_passes, bool(torch.isfinite(model.weight).all())
+
+
+@pytest.mark.parametrize("factor", [torch.nan, torch.inf, 1e9])
+@pytest.mark.parametrize("codec", ["fp16", "fp16:feedback=true", "topk:0.1"])
+def test_a_pass_that_is_not_finite_on_one_rank_is_no_good_one(codec: str, factor: float) -> None:
+    is_held = factor == 1e9 and codec != "fp16"  # in float32, or as much of it as fits
+    found = syncline.run(partial(good_passes, codec=codec, factors=[1.0, factor, 1.0]), 2, "threads")
+    assert found == [(2 + is_held, True)] * 2
