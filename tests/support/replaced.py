@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,9 @@ from torch.optim import SGD
 import syncline
 from support.on_a_line import RATE, START, Line, slope_of
 from support.outcomes import Outcome, outcome_of
+from support.patience import within
 from support.telling import PATIENCE_S, tell, wait_for
-from syncline.errors import FabricError
+from syncline.errors import FabricError, PeerError
 from syncline.modes.serving.client import Client
 from syncline.modes.serving.clock import Read
 from syncline.modes.serving.link import FabricLink, Message
@@ -242,20 +244,22 @@ def begin_with(fabric: syncline.Fabric, mode: str, folder: str) -> Outcome | Non
 
 
 def lose_a_server_for_good(fabric: syncline.Fabric, mode: str, victim: int) -> None:
-    """A server is killed in the middle."""
+    """A server is killed in the middle. The others end a moment later: nobody is replaced where all have ended."""
     model = Line()
     optimizer = SGD(model.parameters(), lr=RATE)
     sync = syncline.Sync(model, optimizer, fabric=fabric, mode=mode)
     if fabric.rank == victim:
-        import threading
-
         threading.Timer(0.3, die).start()
-    if not sync.serve():
-        for _ in range(2000):
-            optimizer.zero_grad()
-            model(1.0).backward()
-            optimizer.step()
-            time.sleep(0.005)
+    try:
+        if not sync.serve():
+            for _ in range(2000):
+                optimizer.zero_grad()
+                model(1.0).backward()
+                optimizer.step()
+                time.sleep(0.005)
+    except PeerError:
+        time.sleep(within(0.5, most=5.0))
+        raise
 
 
 def come_into_a_meeting(fabric: syncline.Fabric, mode: str, folder: str, saves: bool) -> tuple[int, Tensor, dict]:
