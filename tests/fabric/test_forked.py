@@ -15,6 +15,12 @@ from support.replicas import same
 from support.scripts import run_script
 from syncline import Deadlines
 
+
+def patient() -> Deadlines:
+    """Deadlines for ranks whose parents wait for children that are forked."""
+    return Deadlines(within(20.0, most=50.0))
+
+
 MODES = ("sync", "delayed", "local:every=4", "diloco:every=4", "slowmo:every=4", "async", "bounded:ahead=0")
 QUIET = ("close at once", "close", "fabric")  # of a fabric
 everywhere = pytest.mark.parametrize("fabric", FABRICS)
@@ -28,7 +34,7 @@ def assert_refused(found: dict[str, tuple[str, float]], quiet: tuple[str, ...]) 
 
 @everywhere
 def test_calls_of_a_forked_child_are_refused_at_once(fabric: str) -> None:
-    for found, total in syncline.run(calls_in_a_child, 2, fabric, Deadlines(20.0)):
+    for found, total in syncline.run(calls_in_a_child, 2, fabric, patient()):
         assert len(found) == 15
         assert_refused(found, QUIET)
         assert total == 6.0 + 20.0
@@ -38,8 +44,8 @@ def test_calls_of_a_forked_child_are_refused_at_once(fabric: str) -> None:
 @pytest.mark.parametrize("mode", one_now_others_slow(MODES))
 def test_training_of_a_forked_child_is_refused_and_that_of_the_parent_goes_on(fabric: str, mode: str) -> None:
     work = partial(training_in_a_child, mode=mode, forks=True)
-    twins = syncline.run(partial(training_in_a_child, mode=mode, forks=False), 2, fabric, Deadlines(20.0))
-    for (found, mine), (_, theirs) in zip(syncline.run(work, 2, fabric, Deadlines(20.0)), twins, strict=True):
+    twins = syncline.run(partial(training_in_a_child, mode=mode, forks=False), 2, fabric, patient())
+    for (found, mine), (_, theirs) in zip(syncline.run(work, 2, fabric, patient()), twins, strict=True):
         assert len(found) == 7
         assert_refused(found, QUIET[2:])
         assert mode == "async" or same(mine, theirs)
@@ -47,7 +53,7 @@ def test_training_of_a_forked_child_is_refused_and_that_of_the_parent_goes_on(fa
 
 @pytest.mark.parametrize("fabric", one_now_others_slow(PROCESS_FABRICS))
 def test_a_forked_child_that_ends_disturbs_nobody(fabric: str) -> None:
-    for codes, error, total in syncline.run(children_that_end, 2, fabric, Deadlines(20.0)):
+    for codes, error, total in syncline.run(children_that_end, 2, fabric, patient()):
         assert codes == [3, 4, 5, 1]
         assert error == "FabricClosed"
         assert total == 6.0
