@@ -10,6 +10,7 @@ many in a row are an error.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -43,6 +44,9 @@ from syncline.path.codec_state import Saved
 from syncline.path.path import DivideBy, Path
 from syncline.replicas import average_optimizers, broadcast_tensors, compare_layouts, optimizer_tensors
 
+log = logging.getLogger(__name__)
+MOST_OPEN_ROUNDS = 10  # beyond the length of a period, until a loop is told that one of its optimizers does not step
+
 
 class PeriodicDriver(Driver):
     """Trains alone and meets."""
@@ -64,6 +68,8 @@ class PeriodicDriver(Driver):
         self.warmup = warmup
         self.optimizer_policy = optimizer
         self.steps = 0
+        self.open_rounds = 0  # begun since a round was last completed: all optimizers have stepped in it
+        self.stepped: set[Optimizer] = set()  # in these
         self.meetings = 0
         self.length = period.every  # of the period that is running
         self.met_at = warmup  # the step of the last meeting
@@ -109,11 +115,31 @@ class PeriodicDriver(Driver):
     # In the user's loop
 
     def before_round(self) -> None:
+        self.open_rounds += 1
+        if self.open_rounds == self.length + MOST_OPEN_ROUNDS:
+            self.warn_of_endless_round()
         if self.gradients is not None:
             self.gradients.before_round()
             self.problem = self.gradients.problem
         else:
             self.problem = self.what_is_not_finite()
+
+    def warn_of_endless_round(self) -> None:
+        """Say that the period does not go on, because steps are counted by rounds of all optimizers."""
+        idle = [
+            f"optimizer {number} ({type(optimizer).__name__})"
+            for number, optimizer in enumerate(self.replica.optimizers, 1)
+            if optimizer not in self.stepped
+        ]
+        if idle and self.replica.scaler is None:
+            log.warning(
+                "%s has not stepped while others of this Sync made %d steps, and ranks synchronize every %d steps of "
+                "all optimizers: until then each trains alone. Make a Sync for each part of the model with its "
+                "optimizer, or a Sync with that optimizer only when its phase begins",
+                " and ".join(idle),
+                self.open_rounds - 1,
+                self.length,
+            )
 
     def what_is_not_finite(self) -> str:
         """Which gradient of this rank is NaN or infinite; empty if none is."""
@@ -123,10 +149,13 @@ class PeriodicDriver(Driver):
         return f"the gradient of {bad} is not finite on this rank" if bad else ""
 
     def after_step(self, optimizer: Optimizer) -> None:
+        self.stepped.add(optimizer)
         if self.gradients is not None:
             self.gradients.after_step(optimizer)
 
     def after_round(self, skipped: bool) -> None:
+        self.open_rounds = 0
+        self.stepped.clear()
         if self.replica.scaler is None:
             self.count()
 

@@ -227,6 +227,18 @@ class Reducer:
                 f"backward pass"
             )
 
+    def refuse_stepping_again(self) -> None:
+        """With a lag, a step without a backward pass of its own would send used gradients to all ranks once more."""
+        if self.passes > self.passes_before_step or not isinstance(self.in_flight, Pass):
+            return
+        again = [slot.name for slot, (one, version) in self.given.items() if is_untouched(slot, one, version)]
+        if again:
+            raise ConfigError(
+                f"a step came without a backward pass since the last one, and the gradients of {again[0]} were used by "
+                f"that; with mode=delayed every step needs a backward pass, or zero_grad() where a rank has no batch "
+                f"for it. Use mode=sync to step twice with the same gradients"
+            )
+
     def refuse_momentum_of_momentum(self) -> None:
         """Gradients of another pass that are added to means would not be told from those."""
         if self.config.corrects and self.passes > self.passes_before_step and self.still_has_means():
@@ -784,6 +796,8 @@ class Reducer:
         self.complete_abandoned()
         if self.state is State.LOCAL and late:
             self.refuse_changed_local()
+        elif late:
+            self.refuse_stepping_again()
         if self.state is State.LOCAL or self.passes == self.passes_before_step:
             self.synchronize(late=late)
 
