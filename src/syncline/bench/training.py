@@ -39,9 +39,10 @@ CONTENDERS = {
     "syncline unguarded": Contender("syncline none", settings={"divergence_guard": False}),
     "syncline over gloo": Contender("syncline none"),
     "syncline topk": Contender("syncline topk:0.01"),
+    "syncline topk, lean": Contender("syncline topk:0.01", settings={"lean": True}),
 }
-TIMED = tuple(name for name in CONTENDERS if name != "syncline topk")
-WEIGHED = ("ddp", "syncline", "syncline over gloo", "syncline topk")  # whose peak memory is measured
+TIMED = tuple(name for name in CONTENDERS if not name.startswith("syncline topk"))
+WEIGHED = ("ddp", "syncline", "syncline over gloo", "syncline topk", "syncline topk, lean")  # by their peak memory
 STEPS = 4  # of a turn, the first of which does not count
 MOST_DIFFERENCE = 1e-3  # of weights, relative
 
