@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from syncline.codecs.none import NoCodec
 from syncline.core.status import Call, PassStatus
-from syncline.errors import Desync, FabricError, PairingError
+from syncline.errors import ConfigError, Desync, FabricError, PairingError
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint
 from syncline.guards.finite import first_not_finite, is_finite
 from syncline.modes.forward_hook import ForwardHook
@@ -71,10 +71,24 @@ class GradientDriver(Driver):
     def complete_pass(self, late: bool = True) -> None:
         """See that gradients at hand are means over ranks."""
         has_failed = self.reducer.abandoned is not None
+        if late:
+            self.refuse_stepping_again()
         self.reducer.before_step(late)
         if has_failed and self.reducer.in_flight is not None:
             self.hand_out()
             self.handed_out = self.reducer.versions()
+
+    def refuse_stepping_again(self) -> None:
+        """With a lag, a step without a backward pass of its own would send used gradients to all ranks once more."""
+        used = set(self.reducer.used_at_hand())
+        optimizers = self.replica.optimizers if used else []
+        own = [slot for optimizer in optimizers for slot in self.reducer.layout.slots_of(optimizer)]
+        if again := [slot.name for slot in own if slot in used]:
+            raise ConfigError(
+                f"a step came without a backward pass since the last one, and the gradients of {again[0]} were used by "
+                f"that; with mode=delayed every step needs a backward pass, or zero_grad() where a rank has no batch "
+                f"for it. Use mode=sync to step twice with the same gradients"
+            )
 
     def before_step(self, optimizer: Optimizer) -> None:
         if self.reducer.in_flight is None and not self.is_draining:

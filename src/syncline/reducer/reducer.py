@@ -227,18 +227,6 @@ class Reducer:
                 f"backward pass"
             )
 
-    def refuse_stepping_again(self) -> None:
-        """With a lag, a step without a backward pass of its own would send used gradients to all ranks once more."""
-        if self.passes > self.passes_before_step or not isinstance(self.in_flight, Pass):
-            return
-        again = [slot.name for slot, (one, version) in self.given.items() if is_untouched(slot, one, version)]
-        if again:
-            raise ConfigError(
-                f"a step came without a backward pass since the last one, and the gradients of {again[0]} were used by "
-                f"that; with mode=delayed every step needs a backward pass, or zero_grad() where a rank has no batch "
-                f"for it. Use mode=sync to step twice with the same gradients"
-            )
-
     def refuse_momentum_of_momentum(self) -> None:
         """Gradients of another pass that are added to means would not be told from those."""
         if self.config.corrects and self.passes > self.passes_before_step and self.still_has_means():
@@ -634,6 +622,13 @@ class Reducer:
             return []
         return [slot for slot, (one, version) in self.given.items() if is_untouched(slot, one, version)]
 
+    def used_at_hand(self) -> list[Slot]:
+        """Slots of parameters whose gradients at hand a step has used already: no backward pass has come since."""
+        is_between = self.state in (State.IDLE, State.AT_HAND) and self.passes == self.passes_before_step
+        if not is_between or not isinstance(self.in_flight, Pass):
+            return []
+        return [slot for slot, (one, version) in self.given.items() if is_untouched(slot, one, version)]
+
     def hand_over(self, slots: Iterable[Slot]) -> None:
         """Give parameters their means of the pass in flight at once, for a step that comes when nothing lags."""
         arrived = self.in_flight
@@ -796,8 +791,6 @@ class Reducer:
         self.complete_abandoned()
         if self.state is State.LOCAL and late:
             self.refuse_changed_local()
-        elif late:
-            self.refuse_stepping_again()
         if self.state is State.LOCAL or self.passes == self.passes_before_step:
             self.synchronize(late=late)
 
