@@ -208,6 +208,12 @@ def test_ten_that_were_closed_leave_nothing_behind(fabric: str) -> None:
     assert syncline.run(partial(members.make_and_close, count=10), 3, fabric, PATIENT) == [(0, 0, 0)] * 3
 
 
+@everywhere
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_that_is_closed_at_once_is_no_loss_to_whoever_still_connects(fabric: str, world: int) -> None:
+    syncline.run(partial(members.close_at_once, count=60), world, fabric, PATIENT)
+
+
 # Refusals
 
 

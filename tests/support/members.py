@@ -251,6 +251,12 @@ def close_with_the_parent(fabric: Fabric, drain: bool) -> list[How]:
     return [outcome_and_error(call) for call in calls]
 
 
+def close_at_once(fabric: Fabric, count: int) -> None:
+    """Make subgroups and close each before the others may have connected to it."""
+    for _ in range(count):
+        fabric.subgroup(range(fabric.world)).close()
+
+
 def make_and_close(fabric: Fabric, count: int) -> tuple[int, int, int]:
     """How many more descriptors and threads there are after so many have come and gone, and how many are remembered."""
     use_and_close(fabric, 1)

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _new_process_
 from syncline.errors import JoinFailed
 
 NEVER_SENT = 1  # a tag that no message has
+MEET_S = 5.0  # for the others to be connected as well; whoever is not by then is found out by the first call
 
 
 def make_group(
@@ -37,7 +38,20 @@ def make_group(
     except RuntimeError as error:
         raise JoinFailed(f"{name}: not all have come within {patience.total_seconds()} s: {error}") from error
     _world.pg_group_ranks[made[0]] = {member: number for number, member in enumerate(members)}
+    meet(store, name, len(members))
     return made[0]
+
+
+def meet(store: Store, name: str, members: int) -> None:
+    """Wait until all members of a new group have connected to each other.
+
+    One that is there already may close the group at once, and Gloo takes that for a loss where it still connects.
+    """
+    connected = f"{name} is connected"
+    with suppress(RuntimeError):  # a store that is gone, or a member: both are found out by the first call
+        if store.add(connected, 1) == members:
+            store.set(f"{connected} everywhere", "")
+        store.wait([f"{connected} everywhere"], timedelta(seconds=MEET_S))
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
