@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from enum import IntEnum
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from torch import Tensor
 
+from support.references import same_bits
 from syncline.core.message import DTYPES, read_message, write_message
 from syncline.errors import ConfigError, CorruptMessage
 
@@ -45,8 +47,8 @@ def test_tensors_keep_type_shape_and_bits(dtype: torch.dtype, shape: tuple[int, 
     tensor = (10 * torch.randn(shape, generator=torch.Generator().manual_seed(1))).to(dtype)
     ((told, again), other) = read_message(write_message([(tensor, tensor.mT if tensor.dim() > 1 else tensor), 7]))
     assert (told.dtype, told.shape, other) == (tensor.dtype, tensor.shape, 7)
-    assert torch.equal(told, tensor)
-    assert torch.equal(again, tensor.mT if tensor.dim() > 1 else tensor)
+    assert same_bits(told, tensor)
+    assert same_bits(again, tensor.mT if tensor.dim() > 1 else tensor)
 
 
 def test_special_numbers_and_kinds_of_dicts() -> None:
@@ -66,7 +68,26 @@ def test_an_optimizer_state_goes_there_and_back() -> None:
     assert str(other.state_dict()) == str(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", [1, {"a": lambda: 0}], torch.eye(2).to_sparse()])
+def test_numbers_of_numpy_types_of_tensors_and_other_lists_go_there_and_back() -> None:
+    value = [np.float32(0.1), np.int64(3), np.bool_(True), torch.bfloat16, {1, 2}, frozenset("a"), deque([1, (2,)])]
+    told = read_message(write_message(value))
+    assert told == [float(np.float32(0.1)), 3, True, *value[3:]]
+    assert [type(one) for one in told] == [float, int, bool, torch.dtype, set, frozenset, deque]
+
+
+def test_tensors_that_share_the_memory_of_their_conjugate_or_opposite_are_read_as_they_are() -> None:
+    complex_ = torch.tensor([1 + 2j, 3 - 1j])
+    conjugate, opposite = read_message(write_message([complex_.conj(), complex_.conj().imag]))
+    assert torch.equal(conjugate, complex_.conj())
+    assert torch.equal(opposite, -complex_.imag)
+
+
+def test_a_number_that_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a number cannot be sent to a rank"):
+        write_message(10**5000)
+
+
+@pytest.mark.parametrize("value", [object(), {1, object()}, b"bytes", [1, {"a": lambda: 0}], torch.eye(2).to_sparse()])
 def test_what_could_run_or_has_no_word_is_refused_by_name(value: object) -> None:
     with pytest.raises(ConfigError, match="cannot be sent to a rank"):
         write_message(value)
@@ -103,6 +124,10 @@ def message(text: bytes, length: int | None = None, rest: int = 0) -> Tensor:
         message(b'[{"tensor":0},[[0,[1.5]]]]', rest=1),
         message(b'[{"tensor":0},[[6,[9999999999999]]]]', rest=1),
         message(b'[{"tensor":0},[[6,[4611686018427387904,4]]]]', rest=1),
+        message(b'[{"tensor":0},[[6,[' + b",".join([b"9" * 4000] * 400) + b"]]]]"),
+        message(b'[{"tensor":0},[[6,[' + b",".join([b"1"] * 65) + b"]]]]", rest=1),
+        message(b'[{"dtype":1000},[]]'),
+        message(b'[{"set":[[1]]},[]]'),
         message(b'[{"object":[1]},[]]'),
         message(b'[{"dict":[[1]]},[]]'),
         message(b'[{"dict":[[[1],2]]},[]]'),

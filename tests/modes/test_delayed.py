@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 
 import syncline
 from support.batches import Batch, fill
-from support.losses import squared
+from support.losses import squared, squared_in_single
 from support.models import Boom, Branches, Trapped, Words, mlp, normalized
 from support.references import same_bits
 from support.runs import SMALL_BUCKETS
 from support.trainees import ADAM, DEADLINES, HEAVY, PLAIN, Trainee, delayed_by_hand, gradients_of, place_of, start
-from syncline.errors import ConfigError, NonFiniteGradient, RankFailed
+from syncline.errors import ConfigError, NonFiniteGradient, PairingError, RankFailed
 
 STEPS = 6
 DECAYING = {"optimizer": ADAM}  # weight decay and step counts show a step that should not have been
@@ -171,6 +172,112 @@ def test_of_two_optimizers_that_step_together_one_may_be_skipped() -> None:
     first, second = zip(*moved, strict=True)
     assert first == (False, True, True, False, True)
     assert second == (False, False, False, True, False)
+
+
+def test_a_scale_that_is_too_large_falls_where_optimizers_take_turns() -> None:
+    """What overflows is late when the turn of its optimizer comes, and the scaler is still to see it."""
+
+    def work(fabric: syncline.Fabric) -> tuple[float, bool]:
+        model = fill(mlp(torch.float32), seed=0)
+        optimizers, before = [PLAIN(model[0].parameters()), PLAIN(model[2:].parameters())], place_of(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=100)
+        syncline.Sync(model, optimizers, fabric=fabric, mode="delayed", scaler=scaler)
+        for step in range(40):
+            model.zero_grad()
+            scaler.scale(squared_in_single(model, Batch(fabric.rank, step)) * 1e4).backward()
+            scaler.step(optimizers[step % 2])
+            scaler.update()
+        return scaler.get_scale(), not same_bits(place_of(model), before)
+
+    for scale, has_moved in on_ranks(work):
+        assert scale < 2.0**127
+        assert has_moved
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("at", [1, 2, 5])
+def test_optimizers_that_take_turns_lose_no_late_gradient_by_going_on_from_a_checkpoint(at: int, to_none: bool) -> None:
+    def work(fabric: syncline.Fabric, resumed: bool) -> Tensor:
+        model = fill(mlp(), seed=0)
+        optimizers = [PLAIN(part.parameters()) for part in (model[0], model[2:])]
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+        for step in range(8):
+            if step == at and resumed:
+                saved, weights = deepcopy(sync.state_dict()), deepcopy(model.state_dict())
+                sync.close()
+                model.load_state_dict(weights)
+                sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+                sync.load_state_dict(saved)
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=to_none)
+            squared(model, Batch(fabric.rank, step)).backward()
+            optimizers[step % 2].step()
+        sync.drain()
+        return place_of(model)
+
+    resumed, whole = [on_ranks(lambda fabric, does=does: work(fabric, does)) for does in (True, False)]
+    assert_alike([*resumed, *whole])
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_other_optimizers_may_have_gradients_in_hand_when_one_is_reconfigured(to_none: bool) -> None:
+    def work(fabric: syncline.Fabric, reconfigures: bool) -> Tensor:
+        model = fill(mlp(), seed=0)
+        optimizers = [PLAIN(part.parameters()) for part in (model[0], model[2:])]
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+        for step in range(8):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=to_none)
+            squared(model, Batch(fabric.rank, step)).backward()
+            optimizers[step % 2].step()
+            if step == 4 and reconfigures:
+                sync.reconfigure(bucket_bytes=100)
+        sync.drain()
+        return place_of(model)
+
+    changed, same = [on_ranks(lambda fabric, does=does: work(fabric, does)) for does in (True, False)]
+    assert_alike([*changed, *same])
+
+
+@pytest.mark.parametrize("how", ["plainly", "clipped", "after wait()", "by a scaler"])
+def test_a_step_without_a_backward_pass_is_refused_however_it_comes(how: str) -> None:
+    def work(fabric: syncline.Fabric) -> str:
+        model = fill(mlp(), seed=0)
+        optimizer = PLAIN(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=how == "by a scaler")
+        given = {"scaler": scaler} if scaler.is_enabled() else {}
+        sync = syncline.Sync(model, optimizer, fabric=fabric, mode="delayed", **given)
+
+        def update() -> None:
+            if how == "clipped":
+                nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+            if how == "after wait()":
+                sync.wait()
+            scaler.step(optimizer)
+            scaler.update()
+
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(squared(model, Batch(fabric.rank, step))).backward()
+            update()
+        with pytest.raises(ConfigError) as caught:
+            update()
+        return str(caught.value)
+
+    for said in on_ranks(work):
+        assert "a step came without a backward pass since the last one" in said
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    def work(fabric: syncline.Fabric) -> str:
+        model = fill(mlp(), seed=0)
+        both = [PLAIN(model.parameters()), PLAIN(model[0].parameters())]
+        with pytest.raises(PairingError) as caught:
+            syncline.Sync(model, both, fabric=fabric, mode="delayed")
+        return str(caught.value)
+
+    for said in on_ranks(work):
+        assert said.startswith(("0.bias is in optimizers 1 and 2", "0.weight is in optimizers 1 and 2"))
 
 
 def test_a_step_that_is_skipped_later_counts_among_those_in_a_row() -> None:

@@ -87,6 +87,6 @@ def opens_nothing_late(fabric: syncline.Fabric, codec: str) -> int:
     return len(sync.recorder.steps)
 
 
-@pytest.mark.parametrize("codec", [*ONE_ROUND, *TWO_ROUNDS, "rules:codec=fp16,below=40"])
+@pytest.mark.parametrize("codec", [*ONE_ROUND, *TWO_ROUNDS, "rules:codec=fp16,below=40", "warmup:steps=1,codec=fp16"])
 def test_all_channels_of_a_sync_are_opened_in_its_constructor(codec: str) -> None:
     assert syncline.run(partial(opens_nothing_late, codec=codec), 2, "torch") == [3, 3]

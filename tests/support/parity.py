@@ -206,6 +206,18 @@ CASES: dict[str, Case] = {
         optimizers=of_parts,
         but=in_modes(SERVED, TWO_OPTIMIZERS),
     ),
+    "GAN, three steps of the critic": Case(
+        loop=partial(adversaries, critic_steps=3),
+        model=Pair,
+        optimizers=of_parts,
+        but=in_modes(SERVED, TWO_OPTIMIZERS),
+    ),
+    "GAN, zeroed in place, three steps of the critic": Case(
+        loop=partial(adversaries, to_none=False, critic_steps=3),
+        model=Pair,
+        optimizers=of_parts,
+        but=in_modes(SERVED, TWO_OPTIMIZERS),
+    ),
     "GAN, zeroed together": Case(
         loop=adversaries_zeroed_together,
         model=Pair,

@@ -139,11 +139,12 @@ def real_from_fake(run: Run) -> tuple[Callable[..., Tensor], Callable[..., Tenso
     return of_critic, of_generator
 
 
-def adversaries(run: Run, to_none: bool = True) -> None:
+def adversaries(run: Run, to_none: bool = True, critic_steps: int = 1) -> None:
     """The usual loop of a GAN: the critic learns, then the generator through the critic."""
     for_generator, for_critic = run.optimizers
+    of_critic, of_generator = real_from_fake(run)
     for step in range(STEPS):
-        for optimizer, loss in zip((for_critic, for_generator), real_from_fake(run), strict=True):
+        for optimizer, loss in [*[(for_critic, of_critic)] * critic_steps, (for_generator, of_generator)]:
             optimizer.zero_grad(set_to_none=to_none)
             run.backward(step, loss)
             optimizer.step()

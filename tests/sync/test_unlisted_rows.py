@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 
 import syncline
 from support.batches import Batch, fill
@@ -93,7 +93,7 @@ def test_ranks_are_told_once_that_they_wait_for_an_optimizer_that_does_not_step(
     syncline.run(partial(waiting_for_a_phase, mode=mode, starts=30), 2, "threads", DEADLINES)
     assert len(caplog.messages) == 2
     for message in caplog.messages:
-        assert message.startswith("optimizer 2 (SGD) has not stepped while others of this Sync made 11 steps")
+        assert message.startswith("optimizer 2 (SGD) has not stepped while others of this Sync made 12 steps")
 
 
 @pytest.mark.parametrize("starts", [0, 8])
@@ -101,6 +101,31 @@ def test_nobody_is_warned_of_an_optimizer_that_begins_a_little_later(
     starts: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     syncline.run(partial(waiting_for_a_phase, mode="local:every=2", starts=starts), 2, "threads", DEADLINES)
+    assert not caplog.messages
+
+
+def test_an_optimizer_that_looks_at_its_loss_many_times_in_a_step_is_none_that_does_not_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(fabric: syncline.Fabric) -> None:
+        model = fill(mlp(), seed=0)
+        optimizer = LBFGS(model.parameters(), max_iter=30, line_search_fn="strong_wolfe")
+        sync = syncline.Sync(model, optimizer, fabric=fabric, mode="local:every=2")
+        looked = 0
+
+        def closure() -> Tensor:
+            nonlocal looked
+            looked += 1
+            optimizer.zero_grad()
+            loss = squared(model, Batch(fabric.rank, 0))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert looked > 12  # where a warning would come
+        sync.close()
+
+    syncline.run(work, 2, "threads", DEADLINES)
     assert not caplog.messages
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -50,7 +51,10 @@ class GradientDriver(Driver):
         if self.lags and sparse:
             raise PairingError(f"{min(sparse)} has sparse gradients, which mode=delayed cannot delay; use mode=sync")
         corrects = settings.codec.correction is not None
-        config = ReducerConfig(settings.plan(), settings.accumulate, lags_after, corrects=corrects)
+        if self.lags:
+            refuse_shared(replica)
+        is_scaled = replica.scaler is not None and replica.scaler.is_enabled()
+        config = ReducerConfig(settings.plan(), settings.accumulate, lags_after, corrects=corrects, is_scaled=is_scaled)
         # What is in flight while ranks compare themselves or settle their buffers needs an order of its own.
         fabric = replica.fabric.subgroup() if self.lags else replica.fabric
         self.reducer = Reducer(
@@ -71,8 +75,7 @@ class GradientDriver(Driver):
     def complete_pass(self, late: bool = True) -> None:
         """See that gradients at hand are means over ranks."""
         has_failed = self.reducer.abandoned is not None
-        if late:
-            self.refuse_stepping_again()
+        self.refuse_stepping_again()
         self.reducer.before_step(late)
         if has_failed and self.reducer.in_flight is not None:
             self.hand_out()
@@ -403,3 +406,15 @@ class GradientDriver(Driver):
         self.reducer.close()
         if self.lags:
             self.reducer.fabric.close()
+
+
+def refuse_shared(replica: Replica) -> None:
+    """Refuse a parameter that several optimizers step with: a late gradient is for one step, of one of them."""
+    seen: dict[Tensor, int] = {}
+    for number, optimizer in enumerate(replica.optimizers, 1):
+        for parameter in {p for group in optimizer.param_groups for p in group["params"]}:
+            if (other := seen.setdefault(parameter, number)) != number:
+                raise PairingError(
+                    f"{replica.names.get(parameter, 'a parameter')} is in optimizers {other} and {number}, and with "
+                    f"mode=delayed a gradient is used by one step only; give it to one of them, or use mode=sync"
+                )

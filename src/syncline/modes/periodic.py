@@ -11,6 +11,7 @@ many in a row are an error.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -45,7 +46,7 @@ from syncline.path.path import DivideBy, Path
 from syncline.replicas import average_optimizers, broadcast_tensors, compare_layouts, optimizer_tensors
 
 log = logging.getLogger(__name__)
-MOST_OPEN_ROUNDS = 10  # beyond the length of a period, until a loop is told that one of its optimizers does not step
+MOST_STEPS_OF_A_ROUND = 10  # beyond the length of a period, until a loop is told that an optimizer does not step
 
 
 class PeriodicDriver(Driver):
@@ -68,8 +69,7 @@ class PeriodicDriver(Driver):
         self.warmup = warmup
         self.optimizer_policy = optimizer
         self.steps = 0
-        self.open_rounds = 0  # begun since a round was last completed: all optimizers have stepped in it
-        self.stepped: set[Optimizer] = set()  # in these
+        self.stepped: Counter[Optimizer] = Counter()  # since a round was last completed: all have stepped in it
         self.meetings = 0
         self.length = period.every  # of the period that is running
         self.met_at = warmup  # the step of the last meeting
@@ -115,9 +115,6 @@ class PeriodicDriver(Driver):
     # In the user's loop
 
     def before_round(self) -> None:
-        self.open_rounds += 1
-        if self.open_rounds == self.length + MOST_OPEN_ROUNDS:
-            self.warn_of_endless_round()
         if self.gradients is not None:
             self.gradients.before_round()
             self.problem = self.gradients.problem
@@ -137,7 +134,7 @@ class PeriodicDriver(Driver):
                 "all optimizers: until then each trains alone. Make a Sync for each part of the model with its "
                 "optimizer, or a Sync with that optimizer only when its phase begins",
                 " and ".join(idle),
-                self.open_rounds - 1,
+                max(self.stepped.values()),
                 self.length,
             )
 
@@ -149,12 +146,13 @@ class PeriodicDriver(Driver):
         return f"the gradient of {bad} is not finite on this rank" if bad else ""
 
     def after_step(self, optimizer: Optimizer) -> None:
-        self.stepped.add(optimizer)
+        self.stepped[optimizer] += 1
+        if self.stepped[optimizer] == self.length + MOST_STEPS_OF_A_ROUND:
+            self.warn_of_endless_round()
         if self.gradients is not None:
             self.gradients.after_step(optimizer)
 
     def after_round(self, skipped: bool) -> None:
-        self.open_rounds = 0
         self.stepped.clear()
         if self.replica.scaler is None:
             self.count()

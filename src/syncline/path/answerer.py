@@ -22,6 +22,8 @@ from syncline.fabric.channel import Channel
 from syncline.fabric.handle import Handle
 from syncline.path.stages import WORD_BYTES, Route, Stage
 
+FAR_STEP = 1 << 40  # no warm-up is as long
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -125,7 +127,13 @@ def filled_words(messages: Sequence[Tensor], nbytes: int, device: torch.device) 
 def flat_answerer(fabric: Fabric, collective: str, codec: Codec) -> FlatAnswerer:
     """Channels for as many questions as a conversation may ask; all ranks make them together."""
     channels = [fabric.channel(), *(fabric.channel(f"question {number}") for number in range(1, codec.most_questions))]
-    for channel, question in zip(channels, codec.questions((), fabric.world, 1), strict=False):
-        if question.is_mean_of_halves:
-            channel.prepare_means_of_halves()
+    prepare_means_of_halves(channels, codec)
     return FlatAnswerer(channels, collective)
+
+
+def prepare_means_of_halves(channels: Sequence[Channel], codec: Codec) -> None:
+    """Make ready for those that a codec will ask for in its first step, or when its warm-up is over."""
+    for step in (1, FAR_STEP):
+        for channel, question in zip(channels, codec.questions((), channels[0].world, step), strict=False):
+            if question.is_mean_of_halves:
+                channel.prepare_means_of_halves()

@@ -22,7 +22,7 @@ from syncline.codecs.conversation import Conversation, Question
 from syncline.collectives.hierarchical import Hierarchical
 from syncline.errors import FabricError, PeerError
 from syncline.fabric.base import Fabric
-from syncline.path.answerer import Answerer, Asked, FlatAnswerer
+from syncline.path.answerer import Answerer, Asked, FlatAnswerer, prepare_means_of_halves
 from syncline.path.stages import Route, Stage
 
 
@@ -31,7 +31,7 @@ class HierarchicalAnswerer(Answerer):
 
     waits = True
 
-    def __init__(self, fabric: Fabric, chosen: Hierarchical) -> None:
+    def __init__(self, fabric: Fabric, chosen: Hierarchical, codec: Codec) -> None:
         hosts = chosen.placed(fabric.world, fabric.hosts)
         self.fabric = fabric
         self.inner, outer = best_of(chosen)
@@ -41,6 +41,8 @@ class HierarchicalAnswerer(Answerer):
         self.host = fabric.subgroup(host_ranks)
         self.leaders = fabric.subgroup(leader_ranks) if fabric.rank in leader_ranks else None
         self.among_leaders = None if self.leaders is None else FlatAnswerer([self.leaders.channel()], outer)
+        if self.among_leaders is not None:
+            prepare_means_of_halves([*self.among_leaders.channels] * codec.most_questions, codec)
         of_halves = "direct" if self.among_leaders is None else self.among_leaders.route.collective_of_halves
         self.route = Route(fabric.world, fabric.rank, hosts, outer, of_halves)
 

@@ -40,5 +40,5 @@ def make_answerer(fabric: Fabric, collective: str, codec: Codec) -> Answerer:
         return LoneAnswerer()
     chosen = None if collective in ("auto", "engine") else algorithm(collective)
     if isinstance(chosen, Hierarchical):
-        return HierarchicalAnswerer(fabric, chosen)
+        return HierarchicalAnswerer(fabric, chosen, codec)
     return flat_answerer(fabric, collective, codec)

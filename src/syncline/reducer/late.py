@@ -37,18 +37,20 @@ class LateMeans:
             torch._foreach_mul_(list(self.means.values()), loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
 
-    def leave_buckets(self) -> None:
+    def leave_buckets(self, void: float) -> None:
         """Move to memory of their own.
 
-        Means with a problem are zeros from here on: a loop that left out a step because of what it saw in them would
-        see it again in every pass, and never step. The problem stays, and the step that it is for is skipped.
+        Means with a problem are `void` from here on. That is zero, because a loop that left out a step for what it saw
+        in them would see it again in every pass, and never step. A GradScaler is yet to see it where another optimizer
+        had its turn. The problem stays, and the step that it is for is skipped.
         """
         if not self.is_in_buckets:
             return
         self.is_in_buckets = False
         self.is_void = self.is_void or bool(self.problem)
-        copy = torch.zeros_like if self.problem else torch.clone
-        self.means = {name: copy(mean) for name, mean in self.means.items()}
+        self.means = {
+            name: torch.full_like(mean, void) if self.problem else mean.clone() for name, mean in self.means.items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing but numbers, text and tensors, which do not change with the run."""
@@ -62,6 +64,5 @@ class LateMeans:
 
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> Self:
-        """The means that were saved."""
-        means = {name: mean.clone() for name, mean in saved["means"].items()}
-        return cls(**saved | {"means": means}, is_in_buckets=False)
+        """The means that were saved; the next pass treats them as it would have done then."""
+        return cls(**saved | {"means": {name: mean.clone() for name, mean in saved["means"].items()}})

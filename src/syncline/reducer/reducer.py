@@ -69,6 +69,7 @@ class ReducerConfig:
     lags_after: int | None = None  # good passes from which on backward returns the gradients of the pass before
     fixed: bool = False  # buckets follow the order of registration and not that of the first pass
     corrects: bool = False  # gradients become momenta on their way, so means are no gradients to add to
+    is_scaled: bool = False  # a GradScaler looks for gradients that are not finite
 
 
 class PassListener(Protocol):
@@ -124,7 +125,10 @@ class Reducer:
         self.stepped: set[str] = set()  # parameters whose optimizer has stepped since the newest pass
         self.late: list[LateMeans] = []  # of passes that have arrived
         self.given: dict[Slot, tuple[Tensor, int]] = {}  # gradients that a pass with a lag returned, with their version
+        self.aside: dict[Slot, Tensor] = {}  # late means that were at hand when the pass began that is under way
+        self.used: dict[Slot, tuple[Tensor, int]] = {}  # gradients at hand that a step has used, as it left them
         self.keeps_copies = False  # of late means, because the loop changes or zeroes in place what it is given
+        self.knows_loop = False  # what that does with gradients has been seen once
         self.failure: FabricError | None = None  # in BROKEN
         self.passes = 0
         self.ended_by_all = 0  # the last pass whose status has come
@@ -153,6 +157,8 @@ class Reducer:
         if not current.synchronizes:
             return
         slot.fired += 1
+        if slot in self.aside:
+            self.refuse_second_backward(slot)
         if not self.layout.is_made:
             current.order.append(slot)
         elif slot.fired > slot.expected:
@@ -186,24 +192,25 @@ class Reducer:
                 self.backwards = 0
             self.backwards += 1
             synchronizes = not self.is_paused and self.backwards >= self.config.accumulate
-            self.current = self.begin(synchronizes)
+            self.current = self.begin(synchronizes, first=slot)
             self.state = State.FILLING if synchronizes else State.ACCUMULATING
         self.current.autograd_pass = current_pass()
         End(self.send_the_rest, self.finish_backward, self.backward_failed)
         return self.current
 
-    def begin(self, synchronizes: bool, has_data: bool = True, late: bool = False) -> Pass:
-        """Get ready for the gradients of a pass."""
+    def begin(self, synchronizes: bool, has_data: bool = True, late: bool = False, first: Slot | None = None) -> Pass:
+        """Get ready for the gradients of a pass, of which the `first` one has come."""
         self.refuse_broken()
-        self.refuse_what_lags_badly()
+        self.put_late_means_aside(first)
         if has_data:
             self.refuse_momentum_of_momentum()
         self.note_changes()
         self.complete_abandoned()
         if not synchronizes:
             return Pass(self.passes, synchronizes)
+        waits_for_turn = self.config.is_scaled and self.stepped
         for unused in self.late:
-            unused.leave_buckets()
+            unused.leave_buckets(torch.inf if waits_for_turn else 0.0)
         self.passes += 1
         self.layout.turn_for(self.passes)
         for bucket in self.layout.buckets:
@@ -217,14 +224,30 @@ class Reducer:
         self.publish(begun, Doing.BACKWARD)
         return begun
 
-    def refuse_what_lags_badly(self) -> None:
-        """With a lag, gradients that were handed out are not part of the next pass."""
-        if self.still_has_late_means():
+    def put_late_means_aside(self, first: Slot | None) -> None:
+        """With a lag, what was handed out and no step has used is no part of the next pass, and returns at its end.
+
+        The first gradient of the pass has been added to what was there already.
+        """
+        names = {name for late in self.late for name in late.means}
+        at_hand = {slot: one for slot, (one, _) in self.given.items() if slot.parameter.grad is one}
+        self.aside = {slot: one for slot, one in at_hand.items() if slot.name in names and slot is not first}
+        for slot in self.aside:
+            slot.parameter.grad = None
+
+    def take_aside_back(self) -> None:
+        """Let the loop find late means again after a pass that has sent nothing, and so returns none."""
+        for slot, late in self.aside.items():
+            slot.parameter.grad = late if slot.parameter.grad is None else slot.parameter.grad
+
+    def refuse_second_backward(self, slot: Slot) -> None:
+        """Refuse a gradient where late means were that no step has used, and that were not zeroed."""
+        if self.aside.pop(slot).any():
             raise ConfigError(
-                f"a second backward pass came before the optimizer's step, whose gradients are at hand since backward "
-                f"pass {self.config.accumulate}; with mode=delayed say accumulate=N, or wrap all but the last in "
-                f"sync.no_sync(). Where several optimizers take turns, call zero_grad() of each right before its own "
-                f"backward pass"
+                f"a second backward pass came before the optimizer's step, and there are gradients of {slot.name} at "
+                f"hand since backward pass {self.config.accumulate}; with mode=delayed say accumulate=N, or wrap all "
+                f"but the last in sync.no_sync(). Where several optimizers take turns, call zero_grad() of each right "
+                f"before its own backward pass"
             )
 
     def refuse_momentum_of_momentum(self) -> None:
@@ -245,12 +268,6 @@ class Reducer:
         if self.state is State.LOCAL:
             return False
         return sum(bool(view.any()) for view in self.handed_out()) > 1
-
-    def still_has_late_means(self) -> bool:
-        """The same of late means alone, which are part of no other pass."""
-        names = {name for late in self.late for name in late.means}
-        given = [one for slot, (one, _) in self.given.items() if slot.name in names and slot.parameter.grad is one]
-        return sum(bool(gradient.any()) for gradient in given) > 1
 
     def handed_out(self) -> list[Tensor]:
         """Gradients that parameters have as they were given to them: in the memory of buckets, or with a lag."""
@@ -288,9 +305,13 @@ class Reducer:
         )
 
     def versions(self) -> list[tuple[int, int]]:
-        """Other ones whenever somebody changes or replaces a gradient."""
-        gradients = [slot.parameter.grad for slot in chain(self.layout.slots, self.layout.sparse)]
-        return [(id(gradient), gradient._version) for gradient in gradients if gradient is not None]
+        """Other ones whenever somebody changes or replaces a gradient; of late means that are aside there is none."""
+        gradients = [(slot, slot.parameter.grad) for slot in chain(self.layout.slots, self.layout.sparse)]
+        return [
+            (id(gradient), gradient._version)
+            for slot, gradient in gradients
+            if gradient is not None and self.aside.get(slot) is not gradient
+        ]
 
     # How buckets leave
 
@@ -385,6 +406,7 @@ class Reducer:
         elif current is not None:
             self.state = State.LOCAL
             self.local_versions = self.versions()
+            self.take_aside_back()
 
     def backward_failed(self) -> None:
         """An exception ended the backward pass: the others must not wait, and nobody may use this pass.
@@ -604,6 +626,7 @@ class Reducer:
         """Give parameters their late means, and nothing to others: what they had is under way, or has been used."""
         self.drop_gradients()
         self.given.clear()
+        self.aside.clear()
         for late in self.late:
             late.rescale(loss_scale)
             for slot in self.layout.slots:
@@ -627,7 +650,8 @@ class Reducer:
         is_between = self.state in (State.IDLE, State.AT_HAND) and self.passes == self.passes_before_step
         if not is_between or not isinstance(self.in_flight, Pass):
             return []
-        return [slot for slot, (one, version) in self.given.items() if is_untouched(slot, one, version)]
+        at_hand = [(slot, *used) for slot, used in self.used.items() if slot.parameter.grad is used[0]]
+        return [slot for slot, one, version in at_hand if one._version == version or one.any()]  # not zeroed since
 
     def hand_over(self, slots: Iterable[Slot]) -> None:
         """Give parameters their means of the pass in flight at once, for a step that comes when nothing lags."""
@@ -644,11 +668,17 @@ class Reducer:
 
         From then on late means are copied for it. Those that are changed already are lost, if no step has used them.
         """
-        changed = {slot.name for slot, (gradient, version) in self.given.items() if gradient._version != version}
-        self.given.clear()
+        changed = self.changed()
+        self.knows_loop = self.knows_loop or bool(self.given)
+        self.given = {slot: self.given[slot] for slot in self.aside}
+        self.used.clear()
         if not self.keeps_copies:
             self.drop_late(changed)
         self.keeps_copies = self.keeps_copies or bool(changed)
+
+    def changed(self) -> set[str]:
+        """Parameters whose gradients the loop has changed in place since it was given them."""
+        return {slot.name for slot, (gradient, version) in self.given.items() if gradient._version != version}
 
     def drop_late(self, names: set[str]) -> None:
         """Forget the late means of these parameters."""
@@ -668,6 +698,9 @@ class Reducer:
         names = {slot.name for slot in self.layout.slots_of(optimizer)}
         self.drop_late(names)
         self.stepped = self.stepped | names
+        for slot in self.layout.slots_of(optimizer):
+            if slot.parameter.grad is not None:
+                self.used[slot] = slot.parameter.grad, slot.parameter.grad._version
 
     def give_zeros(self, optimizer: Optimizer) -> None:
         """Give parameters of an optimizer zeros, if they had a gradient on this rank in the newest pass."""
@@ -756,6 +789,7 @@ class Reducer:
             "in_flight": in_flight,
             "stepped": sorted(self.stepped),
             "late": [late.state_dict() for late in self.late],
+            "keeps_copies": self.keeps_copies or bool(self.changed()) or not self.knows_loop,
         }
 
     def saved_pass(self) -> dict[str, Any] | None:
@@ -776,6 +810,7 @@ class Reducer:
         self.in_flight = SavedPass.restored(in_flight) if in_flight else None
         self.stepped = set(saved["stepped"])
         self.late = [LateMeans.restored(late) for late in saved["late"]]
+        self.keeps_copies = saved["keeps_copies"]
         self.layout.restore(saved)
 
     # Around the optimizer's step
