@@ -14,8 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from syncline.core.torch_internals import AnyBatchNorm
 from syncline.current import resolve
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
@@ -35,13 +35,13 @@ class Connection:
         return Connection, ()
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(AnyBatchNorm):
     """Normalizes with the mean and variance of the batches of all ranks, which may differ in size."""
 
     connection: Connection
 
     @classmethod
-    def of(cls, other: _BatchNorm, fabric: Fabric) -> Self:
+    def of(cls, other: AnyBatchNorm, fabric: Fabric) -> Self:
         """The same layer, with the same parameters and statistics."""
         made = cls(other.num_features, other.eps, other.momentum, other.affine, other.track_running_stats)
         made.weight, made.bias = other.weight, other.bias
@@ -177,14 +177,14 @@ def refuse_shared_statistics(model: nn.Module) -> None:
 def convert_batch_norm(model: nn.Module, fabric: Fabric | str = "auto") -> nn.Module:
     """The model with every batch normalization made one over all ranks. All ranks convert the same model."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, AnyBatchNorm):
             refuse_lazy(module, name)
     return replaced(model, resolve(fabric).subgroup())
 
 
 def replaced(module: nn.Module, fabric: Fabric) -> nn.Module:
     """This module and all in it."""
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, AnyBatchNorm):
         return SyncBatchNorm.of(module, fabric)
     for name, child in module.named_children():
         setattr(module, name, replaced(child, fabric))

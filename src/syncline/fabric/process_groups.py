@@ -9,8 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from syncline.core.torch_internals import live_groups, new_group
 from syncline.errors import JoinFailed
 
 NEVER_SENT = 1  # a tag that no message has
@@ -20,26 +21,13 @@ MEET_S = 5.0  # for the others to be connected as well; whoever is not by then i
 def make_group(
     store: Store, name: str, members: list[int], rank: int, backend: str, patience: timedelta
 ) -> dist.ProcessGroup:
-    """A group under a name; `members` are ranks of the world, this process the one at `rank` of them.
-
-    `dist.new_group` names a group of some ranks after them and the number of groups that the caller has. Ranks do not
-    have that in common, and it comes again when a group was destroyed. So what is behind it is used here.
-    """
+    """A group under a name; `members` are ranks of the world, this process the one at `rank` of them."""
     try:
-        made: tuple[dist.ProcessGroup, object] = _new_process_group_helper(
-            len(members),
-            rank,
-            members,
-            dist.Backend(backend),
-            store,
-            name,  # type: ignore[arg-type]
-            timeout=patience,
-        )
+        group = new_group(store, name, members, rank, backend, patience)
     except RuntimeError as error:
         raise JoinFailed(f"{name}: not all have come within {patience.total_seconds()} s: {error}") from error
-    _world.pg_group_ranks[made[0]] = {member: number for number, member in enumerate(members)}
     meet(store, name, len(members))
-    return made[0]
+    return group
 
 
 def meet(store: Store, name: str, members: int) -> None:
@@ -85,4 +73,4 @@ def base_of(store: Store) -> Store:
 
 def exists(group: dist.ProcessGroup | None) -> bool:
     """Whether nobody has destroyed it."""
-    return group in _world.pg_map
+    return group in live_groups()

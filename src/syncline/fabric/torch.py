@@ -17,11 +17,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from syncline.collectives.execute import HALVES, Op
 from syncline.core.group import Group
+from syncline.core.torch_internals import start_gather
 from syncline.errors import ConfigError, FabricClosed, FabricError, JoinFailed, PeerAborted
 from syncline.fabric.abort_watch import AbortWatch
 from syncline.fabric.attribution import FailureAttribution
@@ -404,10 +404,9 @@ class TorchChannel(MessageChannel):
     def _gathered(self, gathered: Tensor, own: Tensor, end: Callable[[], bool | None] = lambda: None) -> EngineHandle:
         if self._goes_at_once(own.nbytes):
             return self._exchanged(gathered, own.view(-1).repeat(self.world, 1), end)
-        options = AllgatherOptions()
-        options.timeout = timedelta(seconds=self.transport.deadlines.operation)
         call = describe("all_gather", "copy", own, "engine")
-        return self._start(call, lambda group: group._allgather_base(gathered.view(-1), own, options), end)
+        deadline = timedelta(seconds=self.transport.deadlines.operation)
+        return self._start(call, lambda group: start_gather(group, gathered.view(-1), own, deadline), end)
 
     def _exchange(self, taken: Tensor, parts: Tensor) -> Handle:
         return self._exchanged(taken, parts)

@@ -8,20 +8,20 @@ this would weigh, a sample is watched, another one after every step. What is wri
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline.core.torch_internals import version_of
 from syncline.guards.loads import Named, watch_loads
 
 FEWEST_PARAMETERS, FEWEST_STATE = 48, 16  # tensors that are watched at a time, or all
 WORTH_BYTES = 256 * 1024  # of tensors, for each one more: a step takes longer with them
 FIND_EVERY = 1000  # passes after which tensors are looked up again
 FIRST_PASSES = (2, 3)  # in which it shows whether an optimizer replaces its tensors
-version_of = attrgetter("_version")
 
 
 class Outside(NamedTuple):

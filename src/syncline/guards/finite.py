@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from syncline.core.torch_internals import norm_of_each
 from syncline.errors import NonFiniteGradient
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str:
     """The name of the first tensor that has a NaN or an infinity; empty if none has."""
     everything = [(name, t.coalesce().values() if t.is_sparse else t) for name, t in named]
     plain = [tensor for _, tensor in everything if tensor.numel()]
-    if not plain or torch.isfinite(torch.stack([norm.float() for norm in torch._foreach_norm(plain)])).all():
+    if not plain or torch.isfinite(torch.stack([norm.float() for norm in norm_of_each(plain)])).all():
         return ""
     return next((name for name, tensor in everything if not is_finite(tensor)), "")
 

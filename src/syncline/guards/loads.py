@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from syncline.core.ranks import some_ranks
+from syncline.core.torch_internals import version_of
 from syncline.errors import ReplicasDiverged
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import digest_of
@@ -46,11 +47,11 @@ class ModuleLoads:
 
     def before(self, *_: object) -> None:
         """The module is about to load."""
-        self.versions = {name: parameter._version for name, parameter in self.own.items()}
+        self.versions = {name: version_of(parameter) for name, parameter in self.own.items()}
 
     def after(self, *_: object) -> None:
         """The module has loaded those parameters that have another version now."""
-        changed = {name: p for name, p in self.own.items() if p._version != self.versions.get(name)}
+        changed = {name: p for name, p in self.own.items() if version_of(p) != self.versions.get(name)}
         if changed:
             self.tell(changed)
 

@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import _world
 
+from syncline.core.torch_internals import live_groups
 from syncline.current import current, latest, of_run, use_in_process
 from syncline.errors import ConfigError, JoinFailed, OutOfSharedMemory, UnknownName
 from syncline.fabric.base import Fabric
@@ -75,7 +75,7 @@ def end_with_script(fabric: Fabric) -> None:
 
     In a forked child torch would wait for threads of its groups that are the parent's, so they are never let go of.
     """
-    for group in [] if fabric.birthplace.is_here() else [*_world.pg_map]:
+    for group in [] if fabric.birthplace.is_here() else live_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     if not hasattr(sys, "last_value"):
         fabric.finish()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from syncline.core.ranks import some_ranks
+from syncline.core.torch_internals import copy_each
 from syncline.fabric.base import Fabric
 from syncline.guards.finite import first_not_finite, is_finite
 from syncline.modes.settings import Buffers
@@ -57,7 +58,7 @@ class SettledBuffers:
         self.replace(fabric, policy, own, agreed, root)
         new = [name for name, buffer in own.items() if agreed[name] is not buffer]
         if new:
-            torch._foreach_copy_([own[name] for name in new], [agreed[name] for name in new])
+            copy_each([own[name] for name in new], [agreed[name] for name in new])
 
     def replace(self, fabric: Fabric, policy: Buffers, own: Named, agreed: Named, root: int) -> None:
         """Take what is not finite from ranks on which it is. All ranks do the same."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.codecs.codec import Codec
+from syncline.core.torch_internals import has_buffers
 from syncline.fabric.base import Fabric
 from syncline.guards.divergence import compare_replicas
 from syncline.guards.fingerprint import ReplicaGuard
@@ -22,7 +23,7 @@ from syncline.path.flushing import Dense, FlushingPath
 from syncline.path.make import make_path
 from syncline.path.path import Path
 from syncline.path.residuals import GradientScale
-from syncline.reducer.parameters import Named, describe_layout, has_buffers, parameters_of
+from syncline.reducer.parameters import Named, describe_layout, parameters_of
 from syncline.replicas import (
     broadcast_optimizers,
     broadcast_scaler,

@@ -12,11 +12,12 @@ from collections.abc import Container, Sequence
 import torch
 from torch import Tensor, nn
 
+from syncline.core.torch_internals import count_tensors
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
 from syncline.fabric.calls import name_of
 from syncline.guards.claims import strides_of
-from syncline.path.holders import count_references, count_tensors, warn_of_blindness
+from syncline.path.holders import count_references, warn_of_blindness
 from syncline.path.placing import SMALL_BYTES, put
 
 NOT_SEEN = 1 << 30  # gradients: more than come in any pass, so a bucket waits for its end

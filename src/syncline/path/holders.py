@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from syncline.core.torch_internals import counts_tensors
+
 log = logging.getLogger(__name__)
-use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-
-
-def count_tensors(values: Tensor) -> int:
-    """Number of tensors on the storage of `values`; always 0 where torch does not tell."""
-    return use_count(values.untyped_storage()._cdata) if use_count is not None else 0
 
 
 def count_references(tensors: Sequence[Tensor]) -> int:
@@ -30,7 +26,7 @@ def count_references(tensors: Sequence[Tensor]) -> int:
 
 def warn_of_blindness() -> None:
     """Say what this torch does not tell."""
-    if use_count is None:
+    if not counts_tensors:
         log.warning(
             "torch %s does not tell who holds the memory of gradients: clone those that you keep over zero_grad()",
             torch.__version__,

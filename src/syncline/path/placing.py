@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from syncline.core.native import native
+from syncline.core.torch_internals import copy_each, divide_each, has_no_memory
 from syncline.fabric.calls import DTYPES
 
 SMALL_BYTES = 64 << 10  # a gradient up to this size is placed together with others
@@ -36,9 +37,9 @@ def put(gradients: Sequence[Tensor], views: Sequence[Tensor], divisor: int) -> b
 def put_plainly(gradients: Sequence[Tensor], views: Sequence[Tensor], divisor: int) -> None:
     """The reference kernel, for any device and layout."""
     dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
-    torch._foreach_copy_(list(views), dense)
+    copy_each(list(views), dense)
     if divisor != 1:
-        torch._foreach_div_(list(views), divisor)
+        divide_each(list(views), divisor)
 
 
 def have_one_layout(gradient: Tensor, view: Tensor) -> bool:
@@ -50,5 +51,5 @@ def have_one_layout(gradient: Tensor, view: Tensor) -> bool:
         and gradient.shape == view.shape
         and gradient.stride() == view.stride()
         and not gradient.is_neg()  # of which memory has the opposite
-        and not gradient._is_zerotensor()  # which has no memory
+        and not has_no_memory(gradient)  # which has no memory
     )

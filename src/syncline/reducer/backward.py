@@ -9,18 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch.autograd import Variable
+from syncline.core.torch_internals import current_graph_task, current_node, queue_callback
 
-
-def current_pass() -> int:
-    """A number for the pass that this thread is in; a nested one has its own."""
-    return int(torch._C._current_graph_task_id())
-
-
-def queue(callback: Callable[[], None]) -> None:
-    """Call something at the end of the pass that this thread is in; it may queue more."""
-    Variable._execution_engine.queue_callback(callback)
+current_pass = current_graph_task  # a number for the pass that this thread is in; a nested one has its own
 
 
 class End:
@@ -35,14 +26,14 @@ class End:
         self.second = second
         self.failed = failed
         self.heard = False
-        queue(self)
+        queue_callback(self)
 
     def __call__(self) -> None:
         self.heard = True
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             self.first()
-            queue(self.second)
+            queue_callback(self.second)
         else:
             node.register_hook(lambda *_: self.again())
 

@@ -14,6 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from syncline.core.torch_internals import multiply_each
+
 
 @dataclass(eq=False)
 class LateMeans:
@@ -34,7 +36,7 @@ class LateMeans:
     def rescale(self, loss_scale: float) -> None:
         """Follow the scale of the loss."""
         if loss_scale != self.loss_scale and self.means:
-            torch._foreach_mul_(list(self.means.values()), loss_scale / self.loss_scale)
+            multiply_each(list(self.means.values()), loss_scale / self.loss_scale)
             self.loss_scale = loss_scale
 
     def leave_buckets(self, void: float) -> None:

@@ -21,11 +21,6 @@ def parameters_of(model: nn.Module) -> Named:
     return [(name.removeprefix("_orig_mod."), parameter) for name, parameter in model.named_parameters()]
 
 
-def has_buffers(module: nn.Module) -> bool:
-    """Whether there is any buffer by now, found without the names that torch makes on its way through a model."""
-    return bool(module._buffers) or any(child is not None and has_buffers(child) for child in module._modules.values())
-
-
 def sparse_names(model: nn.Module) -> set[str]:
     """Parameters whose gradients are sparse tensors."""
     found = set()

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from syncline.core.passes import UNSURE, PassCounter
 from syncline.core.plan import Plan
 from syncline.core.status import Call, OwnStatus, PassStatus
+from syncline.core.torch_internals import version_of
 from syncline.errors import ConfigError, Desync, FabricError, LateGradient, PeerError, SynclineError
 from syncline.fabric.base import Fabric
 from syncline.fabric.health import RankProgress
@@ -289,7 +290,7 @@ class Reducer:
             gradient = slot.parameter.grad
             if gradient is None or id(gradient) not in versions:
                 continue
-            if slot is not first or gradient._version > versions[id(gradient)]:
+            if slot is not first or version_of(gradient) > versions[id(gradient)]:
                 return True
         return False
 
@@ -308,7 +309,7 @@ class Reducer:
         """Other ones whenever somebody changes or replaces a gradient; of late means that are aside there is none."""
         gradients = [(slot, slot.parameter.grad) for slot in chain(self.layout.slots, self.layout.sparse)]
         return [
-            (id(gradient), gradient._version)
+            (id(gradient), version_of(gradient))
             for slot, gradient in gradients
             if gradient is not None and self.aside.get(slot) is not gradient
         ]
@@ -637,7 +638,7 @@ class Reducer:
     def give(self, slot: Slot, gradient: Tensor) -> None:
         """Let the loop find this gradient, and see later whether it has changed it."""
         slot.parameter.grad = gradient
-        self.given[slot] = gradient, gradient._version
+        self.given[slot] = gradient, version_of(gradient)
 
     def slots_at_hand(self) -> list[Slot]:
         """Slots of parameters that have what the newest pass gave them, with which the loop may yet step."""
@@ -651,7 +652,7 @@ class Reducer:
         if not is_between or not isinstance(self.in_flight, Pass):
             return []
         at_hand = [(slot, *used) for slot, used in self.used.items() if slot.parameter.grad is used[0]]
-        return [slot for slot, one, version in at_hand if one._version == version or one.any()]  # not zeroed since
+        return [slot for slot, one, version in at_hand if version_of(one) == version or one.any()]  # not zeroed since
 
     def hand_over(self, slots: Iterable[Slot]) -> None:
         """Give parameters their means of the pass in flight at once, for a step that comes when nothing lags."""
@@ -678,7 +679,7 @@ class Reducer:
 
     def changed(self) -> set[str]:
         """Parameters whose gradients the loop has changed in place since it was given them."""
-        return {slot.name for slot, (gradient, version) in self.given.items() if gradient._version != version}
+        return {slot.name for slot, (gradient, version) in self.given.items() if version_of(gradient) != version}
 
     def drop_late(self, names: set[str]) -> None:
         """Forget the late means of these parameters."""
@@ -700,7 +701,7 @@ class Reducer:
         self.stepped = self.stepped | names
         for slot in self.layout.slots_of(optimizer):
             if slot.parameter.grad is not None:
-                self.used[slot] = slot.parameter.grad, slot.parameter.grad._version
+                self.used[slot] = slot.parameter.grad, version_of(slot.parameter.grad)
 
     def give_zeros(self, optimizer: Optimizer) -> None:
         """Give parameters of an optimizer zeros, if they had a gradient on this rank in the newest pass."""
@@ -862,7 +863,7 @@ class Reducer:
 
 def is_untouched(slot: Slot, given: Tensor, version: int) -> bool:
     """Whether a parameter has the gradient that it was given, and nobody has changed it."""
-    return slot.parameter.grad is given and given._version == version
+    return slot.parameter.grad is given and version_of(given) == version
 
 
 def present_in(work: PassWork) -> list[int]:

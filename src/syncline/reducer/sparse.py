@@ -19,7 +19,7 @@ def average_sparse(fabric: Fabric, parameter: nn.Parameter, present: bool = True
     """Replace a sparse gradient by its mean over ranks. None stays None where no rank had one."""
     gradient = parameter.grad if present else None
     mine = None if gradient is None else rows_of(gradient.detach())
-    entries = NOTHING if mine is None else mine._nnz()
+    entries = NOTHING if mine is None else mine.indices().shape[1]
     is_dense = gradient is not None and not gradient.is_sparse
     told = fabric.all_gather(torch.tensor([[entries, is_dense]], device=fabric.device)).reshape(-1, 2)
     counts, any_dense = told[:, 0].tolist(), bool(told[:, 1].any())

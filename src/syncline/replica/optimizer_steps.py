@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from syncline.core.torch_internals import hooks_after_step, note_stepped
 from syncline.errors import ConfigError
 from syncline.guards.claims import claimed
 from syncline.guards.finite import WithheldGradients
@@ -103,7 +104,7 @@ class WatchedOptimizer:
         except StepSkipped as skipped:
             if skipped.watched is not self:
                 raise
-            self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler asks whether step was called
+            note_stepped(self.optimizer)
             self.end_skipped(skipped.step, args, kwargs)
             return skipped.loss
         finally:
@@ -112,7 +113,7 @@ class WatchedOptimizer:
 
     def end_skipped(self, step: Step, args: Any, kwargs: Any) -> None:
         """Call the hooks that come after a step that was made elsewhere; after one that nobody made, only our own."""
-        hooks = list(self.optimizer._optimizer_step_post_hooks.values()) if step == Step.ELSEWHERE else [self.ended]
+        hooks = hooks_after_step(self.optimizer) if step == Step.ELSEWHERE else [self.ended]
         for hook in hooks:
             hook(self.optimizer, (self.optimizer, *args), kwargs)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from syncline.core.torch_internals import version_of
 from syncline.path.bucket import Bucket, BucketBuffer
 
 MARK_ELEMENTS = 1 << 16  # that are looked at
@@ -36,4 +37,4 @@ def mark_of(buffer: BucketBuffer) -> tuple[int, float]:
     values = buffer.values
     wide = torch.promote_types(values.dtype, torch.float32)
     size = torch.linalg.vector_norm(values[:: max(1, len(values) // MARK_ELEMENTS)], dtype=wide).item()
-    return values._version, size or torch.linalg.vector_norm(values, dtype=wide).item()
+    return version_of(values), size or torch.linalg.vector_norm(values, dtype=wide).item()
