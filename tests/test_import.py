@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -104,6 +105,19 @@ def test_all_is_exact() -> None:
     }
     assert set(syncline.__all__) == public | {"__version__"}
     assert syncline.__all__ == sorted(syncline.__all__)
+
+
+def test_modes_and_codecs_are_at_hand_after_the_import() -> None:
+    made = "[str(syncline.codecs.TopK(0.01)), str(syncline.modes.LocalSGD(every=8))]"
+    codec, mode = in_fresh_interpreter(f"import json, syncline; print(json.dumps({made}))")
+    assert codec.startswith("TopK(keep=0.01")
+    assert mode.startswith("LocalSGD(every=8")
+
+
+@pytest.mark.parametrize(("package", "registry"), [("modes", "MODES"), ("codecs", "CODECS")])
+def test_every_mode_and_codec_can_be_imported_from_its_package(package: str, registry: str) -> None:
+    named = getattr(importlib.import_module(f"syncline.{package}.registry"), registry).values()
+    assert {kind.__name__ for kind in named} <= set(getattr(syncline, package).__all__)
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
