@@ -13,8 +13,8 @@ bool Handle::wait(double seconds) {
   std::unique_lock lock(mutex_);
   const auto is_done = [this] { return done_; };
   if (seconds < 0) {
-    changed_.wait(lock, is_done);
-  } else if (!changed_.wait_for(lock, std::chrono::duration<double>(seconds), is_done)) {
+    changed_->wait(lock, is_done);
+  } else if (!changed_->wait_for(lock, std::chrono::duration<double>(seconds), is_done)) {
     return false;
   }
   if (error_) std::rethrow_exception(error_);
@@ -37,7 +37,7 @@ void Handle::complete(std::exception_ptr error, Times times, Finite finite) {
   finite_ = finite;
   done_ = true;
   error_ = std::move(error);
-  changed_.notify_all();
+  changed_->notify_all();
 }
 
 }  // namespace syncline

@@ -1,10 +1,11 @@
 // The future of an operation that was submitted.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <exception>
 #include <mutex>
+
+#include "condition.h"
 
 namespace syncline {
 
@@ -39,7 +40,7 @@ class Handle {
 
  private:
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  Condition changed_;
   bool done_ = false;
   std::exception_ptr error_;
   Times times_;

@@ -17,7 +17,7 @@ std::shared_ptr<Handle> Queue::run_or_submit(const Call& call) {
     ~Idle() {
       const std::lock_guard lock(queue.mutex_);
       queue.busy_ = false;
-      if (queue.worker_ || queue.stopping_) queue.changed_.notify_all();
+      if (queue.worker_ || queue.stopping_) queue.changed_->notify_all();
     }
   } idle{*this};
   perform_(call, false);
@@ -34,14 +34,14 @@ std::shared_ptr<Handle> Queue::enqueue(Call call) {
   if (!worker_) worker_ = std::make_unique<std::thread>([this] { work(); });
   auto handle = std::make_shared<Handle>();
   entries_.push_back({std::move(call), handle});
-  changed_.notify_all();
+  changed_->notify_all();
   return handle;
 }
 
 void Queue::work() {
   std::unique_lock lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return !busy_ && (!entries_.empty() || stopping_); });
+    changed_->wait(lock, [this] { return !busy_ && (!entries_.empty() || stopping_); });
     if (entries_.empty()) return;
     run_next(lock);
   }
@@ -65,7 +65,7 @@ void Queue::run_next(std::unique_lock<std::mutex>& lock) {
   entry.handle->complete(error, times, outcome.finite);
   lock.lock();
   busy_ = false;
-  changed_.notify_all();
+  changed_->notify_all();
 }
 
 void Queue::cancel(std::exception_ptr why) {
@@ -78,8 +78,8 @@ void Queue::stop() {
   if (abandoned_) return;
   std::unique_lock lock(mutex_);
   stopping_ = true;
-  changed_.notify_all();
-  changed_.wait(lock, [this] { return !busy_ && entries_.empty(); });
+  changed_->notify_all();
+  changed_->wait(lock, [this] { return !busy_ && entries_.empty(); });
   const std::unique_ptr<std::thread> worker = std::move(worker_);
   lock.unlock();
   if (worker) worker->join();

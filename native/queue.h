@@ -10,6 +10,7 @@
 #include <mutex>
 #include <thread>
 
+#include "condition.h"
 #include "handle.h"
 #include "types.h"
 
@@ -42,7 +43,7 @@ class Queue {
 
   Perform perform_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  Condition changed_;
   std::deque<Entry> entries_;
   bool busy_ = false;  // a call is running, here or in the worker
   bool stopping_ = false;

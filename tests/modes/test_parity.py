@@ -94,7 +94,7 @@ def in_processes(fabric: str) -> list[dict[tuple[str, str], Result | SynclineErr
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "mode", "fabric"), list(cells_of_processes()))
 def test_every_fabric_does_what_plain_torch_does(name: str, mode: str, fabric: str) -> None:
     lives = in_processes(fabric)
