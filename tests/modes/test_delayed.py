@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 
 import pytest
@@ -278,6 +278,130 @@ def test_a_parameter_of_two_optimizers_is_refused() -> None:
 
     for said in on_ranks(work):
         assert said.startswith(("0.bias is in optimizers 1 and 2", "0.weight is in optimizers 1 and 2"))
+
+
+def pair(seed: int = 0) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
+    """Two models of one parameter each, with an optimizer each."""
+    model = fill(nn.ModuleList(nn.Linear(2, 1, bias=False).double() for _ in range(2)), seed)
+    return model, [PLAIN(part.parameters()) for part in model]
+
+
+def loss_of(part: nn.Module, fabric: syncline.Fabric, step: int) -> Tensor:
+    return part(torch.full((3, 2), 1.0 + fabric.rank + 0.1 * step, dtype=torch.float64)).square().mean()
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+def test_a_second_backward_is_refused_also_of_a_single_parameter_and_while_paused(pauses: bool) -> None:
+    def work(fabric: syncline.Fabric) -> str:
+        model, optimizers = pair()
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+        for step in range(2):
+            optimizers[step].zero_grad()
+            loss_of(model[step], fabric, step).backward()
+            optimizers[step].step()
+        with pytest.raises(ConfigError) as caught, sync.no_sync() if pauses else nullcontext():
+            loss_of(model[0], fabric, 2).backward()
+        return str(caught.value)
+
+    for said in on_ranks(work):
+        assert "a second backward pass came before the optimizer's step" in said
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_each_of_two_optimizers_may_zero_its_own_gradients_in_place(evaluates: bool) -> None:
+    def work(fabric: syncline.Fabric, to_none: bool) -> Tensor:
+        model, optimizers = pair()
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+        for step in range(6):
+            turn = step % 2
+            if evaluates and step == 3 and fabric.rank == 0:
+                model.eval()
+                model[0](torch.ones(1, 2, dtype=torch.float64))
+                model.train()
+            optimizers[turn].zero_grad(set_to_none=to_none)
+            loss_of(model[turn], fabric, step).backward()
+            optimizers[turn].step()
+        sync.drain()
+        return place_of(model)
+
+    in_place, to_none = [on_ranks(lambda fabric, none=none: work(fabric, none)) for none in (False, True)]
+    assert_alike([*in_place, *to_none])
+
+
+def test_a_gradient_that_is_clipped_together_with_a_nan_is_not_stepped_with() -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        model, optimizers = pair()
+        syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+        for step in range(5):
+            model.zero_grad()
+            if step == 1:  # of the first optimizer alone, and bad
+                (loss_of(model[0], fabric, step) * (torch.nan if fabric.rank else 1.0)).backward()
+            else:
+                sum(loss_of(part, fabric, step) for part in model).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers[: 1 if step == 1 else 2]:
+                optimizer.step()
+        return place_of(model)
+
+    ranks = on_ranks(work)
+    assert_alike(ranks)
+    assert ranks[0].isfinite().all()
+
+
+def test_an_overflow_that_one_rank_evaluates_before_is_seen_by_the_scaler_of_all() -> None:
+    def work(fabric: syncline.Fabric, evaluates: bool) -> tuple[float, Tensor]:
+        trainee = Trainee(fabric, "delayed", PLAIN, scale=256.0)
+        for step in range(5):
+            if evaluates and step == 2 and fabric.rank == 0:
+                trainee.evaluated()
+            trainee.optimizer.zero_grad()
+            trainee.backward(torch.inf if (step, fabric.rank) == (1, 1) else 1.0)
+            trainee.update()
+        return trainee.scaler.get_scale(), trainee.drained()
+
+    ranks = [one for evaluates in (True, False) for one in on_ranks(lambda fabric, does=evaluates: work(fabric, does))]
+    assert {scale for scale, _ in ranks} == {128.0}
+    assert_alike([place for _, place in ranks])
+
+
+def test_a_rank_that_evaluates_before_a_step_that_all_leave_out_has_not_stepped_more_often() -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        trainee = Trainee(fabric, "delayed", PLAIN)
+        for step in range(5):
+            if step == 1 and fabric.rank == 0:
+                trainee.evaluated()
+            if step == 2:
+                trainee.sync.drain()
+            trainee.optimizer.zero_grad()
+            trainee.backward()
+            if step != 1:
+                trainee.update()
+            else:
+                trainee.done += 1
+        return trainee.drained()
+
+    assert_alike(on_ranks(work))
+
+
+def test_what_is_frozen_while_its_gradient_is_under_way_is_not_left_behind() -> None:
+    def work(fabric: syncline.Fabric) -> tuple[str, Tensor]:
+        model, optimizers = pair()
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+        sum(loss_of(part, fabric, 0) for part in model).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        before = place_of(model[1])
+        model[1].requires_grad_(False)
+        model.zero_grad()
+        with pytest.raises(ConfigError) as caught:
+            sync.reconfigure(bucket_bytes=100)
+        sync.drain()
+        sync.reconfigure(bucket_bytes=100)
+        return str(caught.value), place_of(model[1]) - before
+
+    for said, gone in on_ranks(work):
+        assert said.startswith("1.weight was frozen while a gradient of it was under way")
+        assert gone.all()
 
 
 def test_a_step_that_is_skipped_later_counts_among_those_in_a_row() -> None:

@@ -36,6 +36,47 @@ def alike(places: list[Tensor]) -> bool:
     return all(same_bits(places[0], other) for other in places[1:])
 
 
+# Several optimizers
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("mode", FAMILY)
+def test_a_nan_is_of_the_optimizer_whose_turn_it_is(mode: str, bad: int) -> None:
+    def work(fabric: syncline.Fabric) -> list[bool]:
+        model = fill(nn.ModuleList(nn.Linear(2, 1) for _ in range(2)), seed=0)
+        optimizers, before = [PLAIN(part.parameters()) for part in model], [place_of(part) for part in model]
+        syncline.Sync(model, optimizers, fabric=fabric, mode=mode)
+        for turn, part in enumerate(model):
+            model.zero_grad()
+            (part(torch.ones(1, 2)).sum() * (torch.nan if (turn, fabric.rank) == (bad, 1) else 1.0)).backward()
+            optimizers[turn].step()
+        assert all(place_of(part).isfinite().all() for part in model)
+        return [not same_bits(place_of(part), then) for part, then in zip(model, before, strict=True)]
+
+    sound, astray = on_ranks(work)
+    assert sound == [True, True]
+    assert astray == [bad == 1, bad == 0]
+
+
+@pytest.mark.parametrize("turns", [(0,), (0, 1, 0)])
+@pytest.mark.parametrize("mode", FAMILY)
+def test_ranks_are_equal_after_drain_also_when_an_optimizer_has_yet_to_have_its_turn(
+    mode: str, turns: tuple[int, ...]
+) -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        model = fill(nn.ModuleList(nn.Linear(2, 1) for _ in range(2)), seed=0)
+        optimizers = [PLAIN(part.parameters()) for part in model]
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode=mode)
+        for turn in turns:
+            model.zero_grad()
+            model[turn](torch.full((1, 2), 1.0 + fabric.rank)).sum().backward()
+            optimizers[turn].step()
+        sync.drain()
+        return place_of(model)
+
+    assert alike(on_ranks(work))
+
+
 # When ranks meet
 
 

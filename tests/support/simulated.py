@@ -268,6 +268,7 @@ class Periodic(Replica):
     def __init__(self, scenario: Scenario, rank: int, together: Together, every: int, outer: Outer) -> None:
         super().__init__(scenario, rank, together)
         self.every, self.outer, self.alone = every, outer, [0] * len(self.groups)
+        self.moved = [False] * len(self.groups)  # since they were equal, by one optimizer of several
         self.loaded()
         if self.scaler is not None:
             update = self.scaler.update
@@ -276,6 +277,10 @@ class Periodic(Replica):
     def loaded(self) -> None:
         """Here all ranks are equal, and from here they go different ways."""
         self.anchors = {p: p.detach().clone() for p in self.model.parameters() if p.requires_grad}
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self.moved = [moved or optimizer in group for moved, group in zip(self.moved, self.groups, strict=True)]
+        super().after_step(optimizer)
 
     def after_round(self, group: Sequence[Optimizer]) -> None:
         if self.scaler is None:
@@ -297,11 +302,11 @@ class Periodic(Replica):
                 anchor = self.outer(names[parameter], self.anchors[parameter], mean, rates[parameter])
                 parameter.copy_(anchor)
                 self.anchors[parameter] = anchor
-        self.alone[number] = 0
+        self.alone[number], self.moved[number] = 0, False
 
     def drain(self) -> None:
         for number, steps in enumerate(self.alone):
-            if steps:
+            if steps or self.moved[number]:
                 self.meet(number)
 
 

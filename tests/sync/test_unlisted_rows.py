@@ -129,6 +129,35 @@ def test_an_optimizer_that_looks_at_its_loss_many_times_in_a_step_is_none_that_d
     assert not caplog.messages
 
 
+# Types
+
+
+CODECS = ["fp16", "bf16", "int8", "int4", "onebit", "topk:0.1", "randomk:0.1", "powersgd:2", "dgc:0.1"]
+
+
+def in_single(fabric: syncline.Fabric, codec: str) -> Tensor:
+    model = fill(mlp(torch.float32), seed=0)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    sync = syncline.Sync(model, optimizer, fabric=fabric, codec=codec)
+    for step in range(4):
+        optimizer.zero_grad()
+        squared_in_single(model, Batch(fabric.rank, step)).backward()
+        optimizer.step()
+    sync.close()
+    return place_of(model)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_new_tensors_are_by_default_is_nothing_to_a_codec(codec: str) -> None:
+    wanted = on_ranks(partial(in_single, codec=codec))
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = on_ranks(partial(in_single, codec=codec))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(map(same_bits, found, wanted))
+
+
 # Steps that are skipped
 
 

@@ -32,7 +32,7 @@ class Correction:
 
     def start(self, parts: Sequence[Part], device: torch.device) -> State:
         """No momentum yet."""
-        return {key_of(part): torch.zeros(part.hi - part.lo, device=device) for part in parts}
+        return {key_of(part): torch.zeros(part.hi - part.lo, dtype=torch.float32, device=device) for part in parts}
 
     def apply(self, values: Tensor, state: State, context: ReduceContext) -> State:
         """Put momenta in the place of gradients; returns them, to be kept."""

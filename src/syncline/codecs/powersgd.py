@@ -49,7 +49,7 @@ class PowerSGD(Codec):
         state = {}
         for part in filter(self.shrinks, parts):
             matrix = self.matrix(part)
-            like = torch.empty(matrix.factors, matrix.columns, device=device)
+            like = torch.empty(matrix.factors, matrix.columns, dtype=torch.float32, device=device)
             state[key_of(part)] = drawn(like, part, ReduceContext(0, 1, 0, 0, (part,)))
         return state
 
@@ -107,7 +107,7 @@ def key_of(part: Part) -> str:
 def drawn(like: Tensor, part: Part, context: ReduceContext) -> Tensor:
     """A random factor, the same on all ranks."""
     generator = replace(context, parts=(part,)).generator(torch.device("cpu"), "powersgd")
-    return torch.randn(like.shape, generator=generator).to(like.device)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype).to(like.device)
 
 
 def next_starts(factors: Tensor, parts: Sequence[Part], shapes: Sequence[Shape], context: ReduceContext) -> State:

@@ -76,5 +76,6 @@ class RandomK(Codec):
     def indices(self, starts: Tensor, sizes: Tensor, context: ReduceContext) -> Tensor:
         """One of every block."""
         device = starts.device
-        uniform = torch.rand(len(starts), generator=context.generator(device, "randomk"), device=device)
+        generator = context.generator(device, "randomk")
+        uniform = torch.rand(len(starts), generator=generator, dtype=torch.float32, device=device)
         return starts + (uniform * sizes).long().clamp(max=self.block - 1).minimum(sizes - 1)

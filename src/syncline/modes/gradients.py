@@ -44,6 +44,7 @@ class GradientDriver(Driver):
         self.passes_to_settle: int | None = None  # until ranks settle their scales, after one of them has failed
         self.late_versions: list[tuple[int, int]] | None = None  # of gradients that some ranks get only in their step
         self.handed_out: list[tuple[int, int]] = []  # versions of gradients when backward had ended
+        self.has_problem_at_hand = False  # some late mean that was handed out last has one
         self.changes_gradients = False  # the loop does, between backward and step, as one that clips
         self.guard = replica.guard()
         self.doubted_from: int | None = None  # the pass from which on all ranks doubt that replicas are equal
@@ -99,7 +100,17 @@ class GradientDriver(Driver):
         late = self.reducer.late_means_of(optimizer)
         self.withholds = late is None
         self.problem = late.problem if late is not None else ""
+        if not self.problem and self.has_problem_at_hand:
+            self.problem = self.what_is_not_finite_of(optimizer)
         self.spoils_all = self.is_spoilt(late is not None and late.is_void)
+
+    def what_is_not_finite_of(self, optimizer: Optimizer) -> str:
+        """Which gradient of an optimizer is NaN by now, as where all were clipped together and another one was."""
+        if self.replica.settings.nonfinite == "ignore":
+            return ""
+        slots = self.reducer.layout.slots_of(optimizer)
+        bad = first_not_finite((slot.name, slot.parameter.grad) for slot in slots if slot.parameter.grad is not None)
+        return f"the gradient of {bad} is not finite" if bad else ""
 
     def after_step(self, optimizer: Optimizer) -> None:
         super().after_step(optimizer)
@@ -152,8 +163,16 @@ class GradientDriver(Driver):
         """
         if self.replica.model.training or self.changes_gradients or self.reducer.state is State.AT_HAND:
             self.reducer.complete_abandoned()
-        else:
+        elif not self.waits_for_scaler():
             self.drain()
+
+    def waits_for_scaler(self) -> bool:
+        """Whether there are late means whose overflow a GradScaler is yet to see, on all ranks in the same step."""
+        if self.replica.scaler is None or not self.replica.scaler.is_enabled():
+            return False
+        self.reducer.complete_abandoned()
+        self.reducer.arrive_wanted()
+        return any(late.problem for late in self.reducer.late)
 
     def drain(self) -> None:
         if self.is_draining:
@@ -283,6 +302,7 @@ class GradientDriver(Driver):
         """
         self.forget_unwanted()
         self.reducer.hand_out(self.loss_scale)
+        self.has_problem_at_hand = any(late.problem for late in self.reducer.late)
         for optimizer in self.replica.optimizers:
             if self.reducer.late_means_of(optimizer) is None:
                 self.reducer.give_zeros(optimizer)
@@ -360,6 +380,7 @@ class GradientDriver(Driver):
 
     def announce(self, wanted: Settings) -> None:
         self.reducer.refuse_unused_gradients("reconfigure()")
+        self.reducer.refuse_frozen()
         self.reducer.announce(Call.RECONFIGURE)
         compare_layouts(self.replica.fabric, [f"settings {wanted}"])
 

@@ -74,6 +74,7 @@ class PeriodicDriver(Driver):
         self.length = period.every  # of the period that is running
         self.met_at = warmup  # the step of the last meeting
         self.equal_at = warmup  # the step after which all ranks were last equal
+        self.has_moved = False  # since then, by an optimizer of several
         self.is_alone = False  # has no data any more
         self.last_active = 0  # the lowest rank that others could take something from, at the last meeting of any
         self.is_draining = False  # all meet in one place
@@ -117,9 +118,13 @@ class PeriodicDriver(Driver):
     def before_round(self) -> None:
         if self.gradients is not None:
             self.gradients.before_round()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Optimizers may take turns: what is wrong with the gradients of one says nothing of the others."""
+        if self.gradients is not None:
             self.problem = self.gradients.problem
         else:
-            self.problem = self.what_is_not_finite()
+            self.problem = "" if self.is_finite_of(optimizer) else self.what_is_not_finite()
 
     def warn_of_endless_round(self) -> None:
         """Say that the period does not go on, because steps are counted by rounds of all optimizers."""
@@ -138,19 +143,27 @@ class PeriodicDriver(Driver):
                 self.length,
             )
 
+    def is_finite_of(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients of an optimizer are, or nobody wants to know."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        ignored = self.replica.settings.nonfinite == "ignore"
+        return ignored or not first_not_finite(("a gradient", gradient) for gradient in gradients)
+
     def what_is_not_finite(self) -> str:
-        """Which gradient of this rank is NaN or infinite; empty if none is."""
-        if self.replica.settings.nonfinite == "ignore":
-            return ""
+        """Which gradient of this rank is NaN or infinite; the first one, for all optimizers that step with any."""
         bad = first_not_finite((name, p.grad) for name, p in self.replica.named() if p.grad is not None)
         return f"the gradient of {bad} is not finite on this rank" if bad else ""
 
     def after_step(self, optimizer: Optimizer) -> None:
+        self.has_moved = True
         self.stepped[optimizer] += 1
         if self.stepped[optimizer] == self.length + MOST_STEPS_OF_A_ROUND:
             self.warn_of_endless_round()
         if self.gradients is not None:
             self.gradients.after_step(optimizer)
+
+    def after_scaler(self, optimizer: Optimizer) -> None:
+        self.has_moved = True  # also where the scaler has left out the step on this rank only
 
     def after_round(self, skipped: bool) -> None:
         self.stepped.clear()
@@ -222,7 +235,12 @@ class PeriodicDriver(Driver):
         if self.meetings % self.period.fragments == 0:
             self.length = self.period.next(self.length)
         if self.meets_in_one_place and not self.skipped:
-            self.equal_at = self.steps
+            self.are_equal()
+
+    def are_equal(self) -> None:
+        """All ranks are equal after this step."""
+        self.equal_at = self.steps
+        self.has_moved = False
 
     @property
     def meets_in_one_place(self) -> bool:
@@ -347,7 +365,7 @@ class PeriodicDriver(Driver):
 
     def drain(self) -> None:
         """Meet now, with every fragment, wherever in its period it is; all ranks are equal after that."""
-        if self.steps >= self.warmup and self.steps != self.equal_at:
+        if self.steps >= self.warmup and (self.steps != self.equal_at or self.has_moved):
             self.synchronize_all()
 
     def synchronize_all(self) -> None:
@@ -364,7 +382,7 @@ class PeriodicDriver(Driver):
             self.is_draining = False
         self.met_at = self.steps
         if is_equal:
-            self.equal_at = self.steps
+            self.are_equal()
 
     def join(self, divide_by: DivideBy | None) -> None:
         """Means are over the ranks that have something to say, whatever is asked for."""
@@ -395,7 +413,7 @@ class PeriodicDriver(Driver):
             return
         self.replica.take_state_of(self.last_active if self.last_active in sound else sound[0])
         self.skipped = False
-        self.equal_at = self.steps
+        self.are_equal()
 
     def paths(self) -> list[Path]:
         return [*super().paths(), self.exchange.path]
@@ -454,7 +472,7 @@ class PeriodicDriver(Driver):
         self.exchange.path.good_passes = previous.exchange.path.good_passes
         if mode == other:
             self.steps, self.meetings, self.length = previous.steps, previous.meetings, previous.length
-            self.met_at, self.equal_at = previous.met_at, previous.equal_at
+            self.met_at, self.equal_at, self.has_moved = previous.met_at, previous.equal_at, previous.has_moved
             self.start_gradients()
 
     # To be saved and restored
@@ -469,6 +487,7 @@ class PeriodicDriver(Driver):
             "length": self.length,
             "met_at": self.met_at,
             "equal_at": self.equal_at,
+            "has_moved": self.has_moved,
             "under_way": under_way,
             "codec_state": self.exchange.path.state_dict(),
             **self.anchors.state_dict(),
@@ -490,6 +509,7 @@ class PeriodicDriver(Driver):
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.steps, self.meetings = saved["steps"], saved["meetings"]
         self.length, self.met_at, self.equal_at = saved["length"], saved["met_at"], saved["equal_at"]
+        self.has_moved = saved["has_moved"]
         self.kept = Heard(**saved["under_way"]) if saved["under_way"] is not None else None
         self.under_way = None
         self.exchange.rounds = saved["rounds"]

@@ -39,7 +39,7 @@ class Residual:
 
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
         self.parts = parts
-        self.values = torch.zeros(parts[-1].hi if parts else 0, device=device)
+        self.values = torch.zeros(parts[-1].hi if parts else 0, dtype=torch.float32, device=device)
         self.step_scale: dict[str, float] = {}  # of a unit of the residual, by parameter
         self.made_at: GradientScale | None = None  # when all of it was made in one pass: the scale of that
         self.spare: Tensor | None = None  # memory for the next residual

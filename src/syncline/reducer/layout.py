@@ -35,6 +35,7 @@ class Layout:
         plan: Plan,
         buffers: int,
         came: CameHook,
+        comes: CameHook | None,
         unfrozen: Callable[[], None],
         divisor_of: Callable[[torch.dtype], int],
         fixed: bool = False,
@@ -46,6 +47,7 @@ class Layout:
         self.buffers = buffers  # of each bucket
         self.fixed = fixed
         self.came = came  # told whenever a gradient has been accumulated
+        self.comes = comes  # told before that
         self.unfrozen_came = unfrozen  # told of the first gradients of parameters that needed none before
         self.divisor_of = divisor_of  # of gradients on their way into a bucket
         self.frozen: dict[str, nn.Parameter] = {}
@@ -70,7 +72,8 @@ class Layout:
         for name, parameter in named:
             slot = Slot(name, parameter, name in self.sparse_names)
             (self.sparse if slot.is_sparse else watched).append(slot)
-            self.hooks.append(GradientHook(parameter, partial(self.came, slot)))
+            before = None if self.comes is None else partial(self.comes, slot)
+            self.hooks.append(GradientHook(parameter, partial(self.came, slot), before))
         self.slots += watched
         return watched
 
@@ -185,18 +188,24 @@ class GradientHook:
     the gradient is found at the end of the pass.
     """
 
-    def __init__(self, parameter: nn.Parameter, call: Callable[[], None]) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, call: Callable[[], None], before: Callable[[], None] | None = None
+    ) -> None:
+        """`before` is called before the gradient is accumulated."""
         is_needed = parameter.requires_grad
         parameter.requires_grad_(True)
         with torch.enable_grad():
             grad_fn: Any = parameter.expand_as(parameter).grad_fn
             self.node = grad_fn.next_functions[0][0]
         parameter.requires_grad_(is_needed)
-        self.handle = self.node.register_hook(lambda *_: call())
+        self.handles = [self.node.register_hook(lambda *_: call())]
+        if before is not None:
+            self.handles.append(self.node.register_prehook(lambda *_: before()))
 
     def remove(self) -> None:
         """Stop calling."""
-        self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
 
 
 def gradients_of(slots: Iterable[Slot]) -> list[Gradient]:

@@ -112,6 +112,7 @@ class Reducer:
             config.plan,
             1 if config.lags_after is None else 2,
             self.gradient_came,
+            self.gradient_comes if config.lags_after is not None else None,
             self.unfrozen_came,
             path.divisor_of,
             config.fixed,
@@ -129,7 +130,7 @@ class Reducer:
         self.aside: dict[Slot, Tensor] = {}  # late means that were at hand when the pass began that is under way
         self.used: dict[Slot, tuple[Tensor, int]] = {}  # gradients at hand that a step has used, as it left them
         self.keeps_copies = False  # of late means, because the loop changes or zeroes in place what it is given
-        self.knows_loop = False  # what that does with gradients has been seen once
+        self.replaced: set[Slot] = set()  # whose gradients the loop was seen to replace, as by zeroing to None
         self.failure: FabricError | None = None  # in BROKEN
         self.passes = 0
         self.ended_by_all = 0  # the last pass whose status has come
@@ -139,6 +140,7 @@ class Reducer:
         self.backwards = 0  # since the last optimizer step
         self.local_versions: list[tuple[int, int]] = []  # in LOCAL: of the gradients when backward had ended
         self.is_paused = False  # by no_sync
+        self.is_between_steps = False  # that the loop makes, when late means are stepped with
         self.is_tainted = False  # by a backward pass that failed since the last step
 
     @contextmanager
@@ -152,14 +154,20 @@ class Reducer:
 
     # During backward
 
+    def gradient_comes(self, slot: Slot) -> None:
+        """With a lag: a gradient is about to be added to what is at hand, of which a late mean is no part."""
+        if self.has_late_mean(slot):
+            self.aside[slot] = self.given[slot][0]
+            slot.parameter.grad = None
+
     def gradient_came(self, slot: Slot) -> None:
         """A gradient has been accumulated in `parameter.grad`: its bucket leaves with its last one."""
         current = self.pass_of_gradient(slot)
+        if slot in self.aside:
+            self.refuse_second_backward(slot)
         if not current.synchronizes:
             return
         slot.fired += 1
-        if slot in self.aside:
-            self.refuse_second_backward(slot)
         if not self.layout.is_made:
             current.order.append(slot)
         elif slot.fired > slot.expected:
@@ -193,16 +201,17 @@ class Reducer:
                 self.backwards = 0
             self.backwards += 1
             synchronizes = not self.is_paused and self.backwards >= self.config.accumulate
-            self.current = self.begin(synchronizes, first=slot)
+            self.current = self.begin(synchronizes)
             self.state = State.FILLING if synchronizes else State.ACCUMULATING
         self.current.autograd_pass = current_pass()
         End(self.send_the_rest, self.finish_backward, self.backward_failed)
         return self.current
 
-    def begin(self, synchronizes: bool, has_data: bool = True, late: bool = False, first: Slot | None = None) -> Pass:
-        """Get ready for the gradients of a pass, of which the `first` one has come."""
+    def begin(self, synchronizes: bool, has_data: bool = True, late: bool = False) -> Pass:
+        """Get ready for the gradients of a pass."""
         self.refuse_broken()
-        self.put_late_means_aside(first)
+        for slot in self.layout.slots if self.late else []:
+            self.gradient_comes(slot)
         if has_data:
             self.refuse_momentum_of_momentum()
         self.note_changes()
@@ -225,21 +234,17 @@ class Reducer:
         self.publish(begun, Doing.BACKWARD)
         return begun
 
-    def put_late_means_aside(self, first: Slot | None) -> None:
-        """With a lag, what was handed out and no step has used is no part of the next pass, and returns at its end.
-
-        The first gradient of the pass has been added to what was there already.
-        """
-        names = {name for late in self.late for name in late.means}
-        at_hand = {slot: one for slot, (one, _) in self.given.items() if slot.parameter.grad is one}
-        self.aside = {slot: one for slot, one in at_hand.items() if slot.name in names and slot is not first}
-        for slot in self.aside:
-            slot.parameter.grad = None
+    def has_late_mean(self, slot: Slot) -> bool:
+        """Whether a parameter has a late mean at hand, as it was handed out: none that a step has used."""
+        given = self.given.get(slot)
+        is_at_hand = given is not None and slot.parameter.grad is given[0]
+        return is_at_hand and any(slot.name in late.means for late in self.late)
 
     def take_aside_back(self) -> None:
         """Let the loop find late means again after a pass that has sent nothing, and so returns none."""
         for slot, late in self.aside.items():
             slot.parameter.grad = late if slot.parameter.grad is None else slot.parameter.grad
+        self.aside.clear()
 
     def refuse_second_backward(self, slot: Slot) -> None:
         """Refuse a gradient where late means were that no step has used, and that were not zeroed."""
@@ -288,7 +293,7 @@ class Reducer:
         versions = dict(self.local_versions)
         for slot in chain(self.layout.slots, self.layout.sparse):
             gradient = slot.parameter.grad
-            if gradient is None or id(gradient) not in versions:
+            if gradient is None or id(gradient) not in versions or self.has_late_mean(slot):
                 continue
             if slot is not first or version_of(gradient) > versions[id(gradient)]:
                 return True
@@ -306,13 +311,9 @@ class Reducer:
         )
 
     def versions(self) -> list[tuple[int, int]]:
-        """Other ones whenever somebody changes or replaces a gradient; of late means that are aside there is none."""
-        gradients = [(slot, slot.parameter.grad) for slot in chain(self.layout.slots, self.layout.sparse)]
-        return [
-            (id(gradient), version_of(gradient))
-            for slot, gradient in gradients
-            if gradient is not None and self.aside.get(slot) is not gradient
-        ]
+        """Other ones whenever somebody changes or replaces a gradient."""
+        gradients = [slot.parameter.grad for slot in chain(self.layout.slots, self.layout.sparse)]
+        return [(id(gradient), version_of(gradient)) for gradient in gradients if gradient is not None]
 
     # How buckets leave
 
@@ -406,8 +407,8 @@ class Reducer:
             self.complete(current)
         elif current is not None:
             self.state = State.LOCAL
-            self.local_versions = self.versions()
             self.take_aside_back()
+            self.local_versions = self.versions()
 
     def backward_failed(self) -> None:
         """An exception ended the backward pass: the others must not wait, and nobody may use this pass.
@@ -447,6 +448,7 @@ class Reducer:
 
     def drop_gradients(self) -> None:
         """The memory that they are in is not theirs any more."""
+        self.aside.clear()
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.parameter.grad = None
 
@@ -490,6 +492,7 @@ class Reducer:
         self.send_from(0, current)
         self.end_pass(current)
         self.depart(current)
+        self.aside.clear()
         self.status_of(current, is_newest=True)
         self.publish(current, Doing.ELSEWHERE)
 
@@ -593,14 +596,13 @@ class Reducer:
         if arrived is None:
             return
         self.known_from = arrived.number + 1
-        status, unused = self.wait_for_late(arrived)
+        status, means = self.wait_for_late(arrived)
         if status.failed:
             self.last_failed = arrived.number
-        wanted = self.stepped - unused
         problem = self.tell_listener(arrived, status)
-        views = {slot.name: slot.view for slot in self.layout.slots if slot.name in wanted}
-        if views:
-            self.late.append(LateMeans(arrived.number, views, arrived.loss_scale, problem, is_void=status.failed))
+        wanted = {name: mean for name, mean in means.items() if name in self.stepped}
+        if wanted:
+            self.late.append(LateMeans(arrived.number, wanted, arrived.loss_scale, problem, is_void=status.failed))
 
     def arrive_wanted(self) -> None:
         """Wait for the pass that is in flight; it stays so if no optimizer has stepped after it yet."""
@@ -609,17 +611,32 @@ class Reducer:
         elif isinstance(self.in_flight, Pass):
             self.status_of(self.in_flight, self.is_newest(self.in_flight))
 
-    def wait_for_late(self, arrived: Pass | SavedPass) -> tuple[PassStatus, set[str]]:
-        """Wait for a pass whose memory parameters have left since; its status, and of what it has no means."""
+    def wait_for_late(self, arrived: Pass | SavedPass) -> tuple[PassStatus, dict[str, Tensor]]:
+        """Wait for a pass whose memory parameters have left since; its status and its means."""
         if isinstance(arrived, SavedPass):
-            self.layout.turn_for(self.passes - 1)  # not to the memory of a pass that is under way
-            self.layout.copy_in(arrived.gradients)
-            return arrived.status, self.stepped - arrived.gradients.keys()
+            if self.layout.is_made:  # where it is seen whether they are finite
+                self.layout.turn_for(self.passes - 1)  # not to the memory of a pass that is under way
+                self.layout.copy_in(arrived.gradients)
+            return arrived.status, dict(arrived.gradients)
         status = self.status_of(arrived, self.is_newest(arrived))
         self.layout.turn_for(arrived.number)
         if arrived.has_data and status.is_good:
             self.note_assigned(arrived)
-        return status, arrived.unused_names()
+        unused = arrived.unused_names()
+        return status, {slot.name: slot.view for slot in self.layout.slots if slot.name not in unused}
+
+    def refuse_frozen(self) -> None:
+        """Refuse to go on with other buckets where gradients under way are of parameters that are in none of them."""
+        under_way = {name for late in self.late for name in late.means}
+        if isinstance(self.in_flight, SavedPass):
+            under_way |= self.stepped & self.in_flight.gradients.keys()
+        elif self.in_flight is not None:
+            under_way |= self.stepped
+        if frozen := under_way - {slot.name for slot in self.layout.slots if slot.parameter.requires_grad}:
+            raise ConfigError(
+                f"{min(frozen)} was frozen while a gradient of it was under way, which would be lost; with "
+                f"mode=delayed call sync.drain() on all ranks before that, or before this"
+            )
 
     # Late means
 
@@ -627,13 +644,12 @@ class Reducer:
         """Give parameters their late means, and nothing to others: what they had is under way, or has been used."""
         self.drop_gradients()
         self.given.clear()
-        self.aside.clear()
         for late in self.late:
             late.rescale(loss_scale)
             for slot in self.layout.slots:
                 if slot.name in late.means:
                     mean = late.means[slot.name]
-                    self.give(slot, mean.clone() if self.keeps_copies else mean)
+                    self.give(slot, mean.clone() if self.keeps_copies or slot not in self.replaced else mean)
 
     def give(self, slot: Slot, gradient: Tensor) -> None:
         """Let the loop find this gradient, and see later whether it has changed it."""
@@ -667,19 +683,22 @@ class Reducer:
     def note_changes(self) -> None:
         """See whether the loop has changed gradients that it was given in place, as one does that zeroes them so.
 
-        From then on late means are copied for it. Those that are changed already are lost, if no step has used them.
+        From then on late means are copied for it, as they are until it was seen to replace them. One that was no copy
+        and is changed already is lost, if no step has used it.
         """
         changed = self.changed()
-        self.knows_loop = self.knows_loop or bool(self.given)
+        self.keeps_copies = self.keeps_copies or bool(changed)
+        for late in self.late:
+            late.drop([slot.name for slot in changed if late.means.get(slot.name) is self.given[slot][0]])
+        self.drop_late(set())
+        at_hand = {slot for slot, (one, _) in self.given.items() if slot.parameter.grad is one}
+        self.replaced |= self.given.keys() - at_hand - self.aside.keys() - changed
         self.given = {slot: self.given[slot] for slot in self.aside}
         self.used.clear()
-        if not self.keeps_copies:
-            self.drop_late(changed)
-        self.keeps_copies = self.keeps_copies or bool(changed)
 
-    def changed(self) -> set[str]:
-        """Parameters whose gradients the loop has changed in place since it was given them."""
-        return {slot.name for slot, (gradient, version) in self.given.items() if version_of(gradient) != version}
+    def changed(self) -> set[Slot]:
+        """Slots of parameters whose gradients the loop has changed in place since it was given them."""
+        return {slot for slot, (gradient, version) in self.given.items() if version_of(gradient) != version}
 
     def drop_late(self, names: set[str]) -> None:
         """Forget the late means of these parameters."""
@@ -790,7 +809,7 @@ class Reducer:
             "in_flight": in_flight,
             "stepped": sorted(self.stepped),
             "late": [late.state_dict() for late in self.late],
-            "keeps_copies": self.keeps_copies or bool(self.changed()) or not self.knows_loop,
+            "keeps_copies": self.keeps_copies or bool(self.changed()),
         }
 
     def saved_pass(self) -> dict[str, Any] | None:
@@ -833,7 +852,8 @@ class Reducer:
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has made its step."""
         self.use(optimizer)
-        self.counter.begin()
+        if not self.is_between_steps:
+            self.counter.begin()
         self.backwards = 0
         self.is_tainted = False
         self.passes_before_step = self.passes
@@ -846,7 +866,11 @@ class Reducer:
         counts = self.backwards, self.passes_before_step, self.is_tainted and self.abandoned is None
         state, stepped = self.state, self.stepped if self.abandoned is None else set()
         own = [(slot.parameter, slot.parameter.grad) for slot in self.layout.slots] if state is State.LOCAL else []
-        yield
+        self.is_between_steps = True
+        try:
+            yield
+        finally:
+            self.is_between_steps = False
         self.backwards, self.passes_before_step, self.is_tainted = counts
         self.stepped = stepped
         if state is State.LOCAL:

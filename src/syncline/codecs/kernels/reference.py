@@ -73,7 +73,7 @@ def unpack_nibbles(message: Tensor, numel: int) -> Tensor:
 def pack_signs(values: Tensor, block: int) -> Tensor:
     """Mean magnitudes of blocks, then signs, eight in a byte."""
     rows = padded(values, block).view(-1, block)
-    counts = torch.full((len(rows),), float(block), device=values.device)
+    counts = torch.full((len(rows),), float(block), dtype=torch.float32, device=values.device)
     if values.numel() % block:
         counts[-1] = values.numel() % block
     scales = narrow(sums_of_magnitudes(rows) / counts, SCALES[1], saturates=True)

@@ -60,7 +60,7 @@ class Coder:
         """What was meant; the state goes on, but not that of parameters that the other end did not use."""
         state = dict(self.state)
         parts = self.coded.parts
-        zeros = torch.zeros(parts[-1].hi if parts else 0, device=device)
+        zeros = torch.zeros(parts[-1].hi if parts else 0, dtype=torch.float32, device=device)
         decoder = listen(self.codec.reduce(zeros, state, self.context(step)), unpack(words))
         meant = torch.empty_like(zeros)
         decoder(meant)
