@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -179,7 +180,7 @@ class GradientDriver(Driver):
             return
         self.is_draining = True
         try:
-            with self.reducer.between_steps():
+            with torch.inference_mode(False), self.reducer.between_steps():  # gradients are none of an evaluation
                 self.drain_passes()
         finally:
             self.is_draining = False
