@@ -404,6 +404,31 @@ def test_what_is_frozen_while_its_gradient_is_under_way_is_not_left_behind() -> 
         assert gone.all()
 
 
+def test_a_gradient_of_what_is_frozen_in_the_run_that_goes_on_is_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        model, optimizers = pair()
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+        sum(loss_of(part, fabric, 0) for part in model).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        saved = deepcopy(sync.state_dict())
+        sync.close()
+        model, optimizers = pair()
+        model[1].requires_grad_(False)
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
+        before = place_of(model[0]), place_of(model[1])
+        sync.load_state_dict(saved)
+        sync.drain()
+        assert same_bits(place_of(model[1]), before[1])
+        return place_of(model[0]) - before[0]
+
+    for gone in on_ranks(work):
+        assert gone.all()
+    assert [one.partition(" is frozen now")[0] for one in caplog.messages] == ["1.weight"] * 2
+
+
 def test_a_step_that_is_skipped_later_counts_among_those_in_a_row() -> None:
     with pytest.raises(RankFailed, match="that makes 3 steps in a row") as caught:
         on_ranks(lambda fabric: by_turns(fabric, [1.0, 1.0, *[torch.nan] * 6], most_skips=2))

@@ -13,6 +13,7 @@ All that ranks say to each other is said in a pass, so a rank that has no more d
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,8 @@ from syncline.reducer.layout import Layout
 from syncline.reducer.parameters import Named
 from syncline.reducer.passes import Pass, SavedPass
 from syncline.reducer.sparse import average_sparse
+
+log = logging.getLogger(__name__)
 
 
 class State(Enum):
@@ -625,14 +628,18 @@ class Reducer:
         unused = arrived.unused_names()
         return status, {slot.name: slot.view for slot in self.layout.slots if slot.name not in unused}
 
-    def refuse_frozen(self) -> None:
-        """Refuse to go on with other buckets where gradients under way are of parameters that are in none of them."""
+    def frozen_under_way(self) -> set[str]:
+        """Parameters that were frozen while a gradient of them was under way, so that new buckets have no place."""
         under_way = {name for late in self.late for name in late.means}
         if isinstance(self.in_flight, SavedPass):
             under_way |= self.stepped & self.in_flight.gradients.keys()
         elif self.in_flight is not None:
             under_way |= self.stepped
-        if frozen := under_way - {slot.name for slot in self.layout.slots if slot.parameter.requires_grad}:
+        return under_way - {slot.name for slot in self.layout.slots if slot.parameter.requires_grad}
+
+    def refuse_frozen(self) -> None:
+        """Refuse to go on with other buckets where that would lose gradients."""
+        if frozen := self.frozen_under_way():
             raise ConfigError(
                 f"{min(frozen)} was frozen while a gradient of it was under way, which would be lost; with "
                 f"mode=delayed call sync.drain() on all ranks before that, or before this"
@@ -831,6 +838,12 @@ class Reducer:
         self.stepped = set(saved["stepped"])
         self.late = [LateMeans.restored(late) for late in saved["late"]]
         self.keeps_copies = saved["keeps_copies"]
+        if frozen := self.frozen_under_way():
+            log.warning(
+                "%s is frozen now: its gradient that was under way when the state was saved is lost", min(frozen)
+            )
+            self.drop_late(frozen)
+            self.stepped -= frozen
         self.layout.restore(saved)
 
     # Around the optimizer's step
