@@ -286,6 +286,23 @@ def pair(seed: int = 0) -> tuple[nn.ModuleList, list[torch.optim.Optimizer]]:
     return model, [PLAIN(part.parameters()) for part in model]
 
 
+class Evaluated(nn.Module):
+    """A model of several parts, as one that is called."""
+
+    def __init__(self, parts: nn.ModuleList) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [part(x) for part in self.parts]
+
+
+def let_come(sync: syncline.Sync, rank: int, how: str) -> None:
+    """Let what is under way arrive, on one rank as an evaluation does it, or on all."""
+    if how == "all drain" or (how == "one evaluates" and rank == 0):
+        sync.drain()
+
+
 def loss_of(part: nn.Module, fabric: syncline.Fabric, step: int) -> Tensor:
     return part(torch.full((3, 2), 1.0 + fabric.rank + 0.1 * step, dtype=torch.float64)).square().mean()
 
@@ -307,17 +324,16 @@ def test_a_second_backward_is_refused_also_of_a_single_parameter_and_while_pause
         assert "a second backward pass came before the optimizer's step" in said
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_each_of_two_optimizers_may_zero_its_own_gradients_in_place(evaluates: bool) -> None:
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("between", ["nothing", "one evaluates", "all drain"])
+def test_each_of_two_optimizers_may_zero_its_own_gradients_in_place(between: str, at: int) -> None:
     def work(fabric: syncline.Fabric, to_none: bool) -> Tensor:
         model, optimizers = pair()
         sync = syncline.Sync(model, optimizers, fabric=fabric, mode="delayed")
         for step in range(6):
             turn = step % 2
-            if evaluates and step == 3 and fabric.rank == 0:
-                model.eval()
-                model[0](torch.ones(1, 2, dtype=torch.float64))
-                model.train()
+            if step == at:
+                let_come(sync, fabric.rank, between)
             optimizers[turn].zero_grad(set_to_none=to_none)
             loss_of(model[turn], fabric, step).backward()
             optimizers[turn].step()
@@ -362,6 +378,70 @@ def test_an_overflow_that_one_rank_evaluates_before_is_seen_by_the_scaler_of_all
     ranks = [one for evaluates in (True, False) for one in on_ranks(lambda fabric, does=evaluates: work(fabric, does))]
     assert {scale for scale, _ in ranks} == {128.0}
     assert_alike([place for _, place in ranks])
+
+
+@pytest.mark.parametrize("who", [[], [0, 1], [0]])
+def test_an_overflow_of_one_optimizer_costs_another_one_nothing_whoever_evaluates(who: list[int]) -> None:
+    def work(fabric: syncline.Fabric) -> tuple[float, Tensor]:
+        model, optimizers = pair()
+        top = Evaluated(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        sync = syncline.Sync(top, optimizers, fabric=fabric, mode="delayed", scaler=scaler)
+        for step in range(4):
+            if step == 1 and fabric.rank in who:
+                top.eval()(torch.ones(1, 2, dtype=torch.float64))
+                top.train()
+            model.zero_grad()
+            bad = torch.inf if (step, fabric.rank) == (0, 1) else 1.0
+            scaler.scale(loss_of(model[0], fabric, step) + loss_of(model[1], fabric, step) * bad).backward()
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+        sync.drain()
+        return scaler.get_scale(), place_of(model)
+
+    scales, places = zip(*on_ranks(work), strict=True)
+    assert set(scales) == {128.0}
+    assert_alike([*places])
+    assert not same_bits(places[0], place_of(pair()[0]))
+
+
+@pytest.mark.parametrize("codec", ["none", "topk:1.0"])
+def test_an_overflow_that_is_under_way_may_arrive_in_other_buckets(codec: str) -> None:
+    def work(fabric: syncline.Fabric, reconfigures: bool) -> Tensor:
+        model, optimizers = pair()
+        sync = syncline.Sync(
+            model, optimizers, fabric=fabric, mode="delayed", codec=codec, bucket_bytes=16, first_bucket_bytes=16
+        )
+        for step in range(4):
+            model.zero_grad()
+            if step == 2 and reconfigures:
+                sync.reconfigure(bucket_bytes=1 << 20)
+            bad = torch.inf if (step, fabric.rank) == (1, 1) else 1.0
+            (loss_of(model[0], fabric, step) + loss_of(model[1], fabric, step) * bad).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        sync.drain()
+        return place_of(model)
+
+    changed, same = [on_ranks(lambda fabric, does=does: work(fabric, does)) for does in (True, False)]
+    assert_alike([*changed, *same])
+
+
+def test_a_rank_that_has_stepped_since_a_pass_does_not_take_the_count_of_the_others_in_it() -> None:
+    def work(fabric: syncline.Fabric) -> Tensor:
+        trainee = Trainee(fabric, "delayed", PLAIN, codec="topk:0.5")
+        for step in range(4):
+            if step == 1 and fabric.rank == 0:
+                trainee.evaluated()
+            if step == 2:
+                trainee.sync.drain()
+            trainee.optimizer.zero_grad()
+            trainee.backward(torch.inf if step == 0 else 1.0)
+            trainee.update()
+        return trainee.drained()
+
+    assert_alike(on_ranks(work))
 
 
 def test_a_rank_that_evaluates_before_a_step_that_all_leave_out_has_not_stepped_more_often() -> None:

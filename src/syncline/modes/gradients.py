@@ -353,10 +353,9 @@ class GradientDriver(Driver):
         if status.failed:
             return "a rank failed in its backward pass"
         if status.nonfinite:
-            names = [slot.name for slot in self.reducer.layout.buckets[status.nonfinite[0]].slots]
-            return (
-                f"the gradient of one of {', '.join(names[:3])} is not finite on some rank, or too large to be added up"
-            )
+            buckets = self.reducer.layout.buckets[status.nonfinite[0] :]  # a pass that was saved may have had others
+            names = ", ".join([slot.name for bucket in buckets[:1] for slot in bucket.slots][:3]) or "the parameters"
+            return f"the gradient of one of {names} is not finite on some rank, or too large to be added up"
         return self.what_is_not_finite()
 
     def is_spoilt(self, is_void: bool) -> bool:

@@ -27,6 +27,8 @@ class LateMeans:
     problem: str = ""  # because of which no step is made with them
     is_void: bool = False  # they mean nothing, so that what is wrong does not show in each
     is_in_buckets: bool = True  # in memory that another pass will write to
+    is_shown: bool = False  # the loop was given them once
+    is_replaced: bool = False  # by what is neither good nor bad to look at
 
     def drop(self, names: Iterable[str]) -> None:
         """Forget the means of these parameters."""
@@ -42,17 +44,16 @@ class LateMeans:
     def leave_buckets(self, void: float) -> None:
         """Move to memory of their own.
 
-        Means with a problem are `void` from here on. That is zero, because a loop that left out a step for what it saw
-        in them would see it again in every pass, and never step. A GradScaler is yet to see it where another optimizer
-        had its turn. The problem stays, and the step that it is for is skipped.
+        Means with a problem are `void` once they were shown. That is zero, because a loop that left out a step for
+        what it saw in them would see it again in every pass, and never step. A GradScaler is yet to see it where
+        another optimizer had its turn. The problem stays, and the step that it is for is skipped.
         """
-        if not self.is_in_buckets:
-            return
-        self.is_in_buckets = False
-        self.is_void = self.is_void or bool(self.problem)
-        self.means = {
-            name: torch.full_like(mean, void) if self.problem else mean.clone() for name, mean in self.means.items()
-        }
+        if self.is_in_buckets:
+            self.is_in_buckets = False
+            self.means = {name: mean.clone() for name, mean in self.means.items()}
+        if self.problem and self.is_shown and not self.is_replaced:
+            self.is_replaced = self.is_void = True
+            self.means = {name: torch.full_like(mean, void) for name, mean in self.means.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing but numbers, text and tensors, which do not change with the run."""
@@ -62,6 +63,8 @@ class LateMeans:
             "loss_scale": self.loss_scale,
             "problem": self.problem,
             "is_void": self.is_void,
+            "is_shown": self.is_shown,
+            "is_replaced": self.is_replaced,
         }
 
     @classmethod

@@ -452,6 +452,7 @@ class Reducer:
     def drop_gradients(self) -> None:
         """The memory that they are in is not theirs any more."""
         self.aside.clear()
+        self.given.clear()
         for slot in chain(self.layout.slots, self.layout.sparse):
             slot.parameter.grad = None
 
@@ -650,8 +651,8 @@ class Reducer:
     def hand_out(self, loss_scale: float) -> None:
         """Give parameters their late means, and nothing to others: what they had is under way, or has been used."""
         self.drop_gradients()
-        self.given.clear()
         for late in self.late:
+            late.is_shown = True
             late.rescale(loss_scale)
             for slot in self.layout.slots:
                 if slot.name in late.means:
@@ -756,7 +757,8 @@ class Reducer:
                 status.refuse_different_calls()
                 if self.last_failed != current.number - 1:
                     status.refuse_different_steps()
-            asks = current.since_step == UNSURE and is_newest
+            has_stepped = self.passes_before_step >= current.number
+            asks = current.since_step == UNSURE and is_newest and not has_stepped
             self.counter.compare(status.since_step, status.is_good, asks)
         return status
 
