@@ -409,18 +409,18 @@ def test_an_overflow_of_one_optimizer_costs_another_one_nothing_whoever_evaluate
 @pytest.mark.parametrize("codec", ["none", "topk:1.0"])
 def test_an_overflow_that_is_under_way_may_arrive_in_other_buckets(codec: str) -> None:
     def work(fabric: syncline.Fabric, reconfigures: bool) -> Tensor:
-        model, optimizers = pair()
-        sync = syncline.Sync(
-            model, optimizers, fabric=fabric, mode="delayed", codec=codec, bucket_bytes=16, first_bucket_bytes=16
-        )
+        model = fill(nn.ModuleList(nn.Linear(2, 1, bias=False).double() for _ in range(3)), seed=0)
+        optimizer = PLAIN(model.parameters())
+        sizes = {"bucket_bytes": 16, "first_bucket_bytes": 16}  # a parameter each
+        sync = syncline.Sync(model, optimizer, fabric=fabric, mode="delayed", codec=codec, **sizes)
         for step in range(4):
-            model.zero_grad()
+            optimizer.zero_grad()
             if step == 2 and reconfigures:
                 sync.reconfigure(bucket_bytes=1 << 20)
             bad = torch.inf if (step, fabric.rank) == (1, 1) else 1.0
-            (loss_of(model[0], fabric, step) + loss_of(model[1], fabric, step) * bad).backward()
-            for optimizer in optimizers:
-                optimizer.step()
+            first, *others = (loss_of(part, fabric, step) for part in model)
+            (first * bad + sum(others)).backward()
+            optimizer.step()
         sync.drain()
         return place_of(model)
 
