@@ -309,6 +309,7 @@ class Sync:
             "rank": 0,
             "world": 1,
             **self._lasting(),
+            "stepped_optimizers": [number for number, one in enumerate(self.optimizers) if one in self.stepped],
         }
         if self.driver is not None and self.fabric is not None:
             saved |= {"rank": self.fabric.rank, "world": self.fabric.world} | self.driver.state_dict()
@@ -333,6 +334,9 @@ class Sync:
         driver = self.driver or self._begin()
         if "codec_state" in chosen:
             driver.load_state_dict(chosen)
+            numbers = chosen["stepped_optimizers"]
+            self.stepped.clear()
+            self.stepped.update(one for number, one in enumerate(self.optimizers) if number in numbers)
         if saved_with is not wanted:
             self._adopt(wanted)
 

@@ -428,6 +428,30 @@ def test_an_overflow_that_is_under_way_may_arrive_in_other_buckets(codec: str) -
     assert_alike([*changed, *same])
 
 
+def test_a_rank_whose_pass_failed_does_not_drain_what_the_others_have_clipped() -> None:
+    def work(fabric: syncline.Fabric) -> str:
+        model = fill(Trapped(), seed=0)
+        optimizer = PLAIN(model.parameters())
+        sync = syncline.Sync(model, optimizer, fabric=fabric, mode="delayed")
+        said = ""
+        for step in range(3):
+            optimizer.zero_grad()
+            with suppress(Boom):
+                armed = "between gradients" if (step, fabric.rank) == (2, 0) else ""
+                model(Batch(fabric.rank, step).x, armed).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+        try:
+            sync.drain()
+        except ConfigError as error:
+            said = str(error)
+        return said
+
+    behind, other = on_ranks(work)
+    assert "make a step on all ranks before drain()" in behind
+    assert not other
+
+
 def test_a_rank_that_has_stepped_since_a_pass_does_not_take_the_count_of_the_others_in_it() -> None:
     def work(fabric: syncline.Fabric) -> Tensor:
         trainee = Trainee(fabric, "delayed", PLAIN, codec="topk:0.5")

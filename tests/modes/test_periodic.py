@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -75,6 +76,27 @@ def test_ranks_are_equal_after_drain_also_when_an_optimizer_has_yet_to_have_its_
         return place_of(model)
 
     assert alike(on_ranks(work))
+
+
+@pytest.mark.parametrize("mode", FAMILY)
+def test_a_run_that_goes_on_in_mid_round_synchronizes_when_it_would_have(mode: str) -> None:
+    def work(fabric: syncline.Fabric, resumed: bool) -> Tensor:
+        model = fill(nn.ModuleList(nn.Linear(2, 1) for _ in range(2)), seed=0)
+        optimizers = [PLAIN(part.parameters()) for part in model]
+        sync = syncline.Sync(model, optimizers, fabric=fabric, mode=mode)
+        for turn in range(11):
+            if resumed and turn == 3:
+                saved = deepcopy(sync.state_dict())
+                sync.close()
+                sync = syncline.Sync(model, optimizers, fabric=fabric, mode=mode)
+                sync.load_state_dict(saved)
+            model.zero_grad()
+            model[turn % 2](torch.full((1, 2), 1.0 + fabric.rank + turn)).square().sum().backward()
+            optimizers[turn % 2].step()
+        return place_of(model)
+
+    resumed, whole = [on_ranks(lambda fabric, does=does: work(fabric, does)) for does in (True, False)]
+    assert all(map(same_bits, resumed, whole))
 
 
 # When ranks meet

@@ -191,10 +191,20 @@ class GradientDriver(Driver):
         self.reducer.note_changes()
         self.reducer.arrive_wanted()
         if self.reducer.late:
+            self.refuse_unclipped()
             self.hand_out()
             self.replica.step_optimizers()
             self.reducer.drop_gradients()
             self.handed_out = self.reducer.versions()
+
+    def refuse_unclipped(self) -> None:
+        """Others may have clipped, in their step, what this rank has not stepped with because its own pass failed."""
+        if self.changes_gradients and self.reducer.is_behind:
+            raise ConfigError(
+                "a backward pass failed on this rank since its last step, and others have stepped since with gradients "
+                "that the loop changes (clips?), which drain() would use here as they came; make a step on all ranks "
+                "before drain()"
+            )
 
     def finish(self) -> None:
         if self.lags:
@@ -202,7 +212,7 @@ class GradientDriver(Driver):
             try:
                 self.drain()
                 self.reducer.hand_over(at_hand)
-            except FabricError as error:
+            except (FabricError, ConfigError) as error:
                 log.warning("the last gradients were not applied: %s", error)
 
     def join(self, divide_by: DivideBy | None) -> None:

@@ -143,6 +143,7 @@ class Reducer:
         self.backwards = 0  # since the last optimizer step
         self.local_versions: list[tuple[int, int]] = []  # in LOCAL: of the gradients when backward had ended
         self.is_paused = False  # by no_sync
+        self.is_behind = False  # a pass failed here since the last step, and others may have stepped after it
         self.is_between_steps = False  # that the loop makes, when late means are stepped with
         self.is_tainted = False  # by a backward pass that failed since the last step
 
@@ -507,6 +508,7 @@ class Reducer:
         if current is not None:
             self.complete(current)
             self.counter.is_sure = False
+            self.is_behind = True
 
     def complete(self, current: Pass) -> PassStatus | None:
         """Everything that ranks say to each other at the end of a pass."""
@@ -869,6 +871,7 @@ class Reducer:
         self.use(optimizer)
         if not self.is_between_steps:
             self.counter.begin()
+            self.is_behind = False
         self.backwards = 0
         self.is_tainted = False
         self.passes_before_step = self.passes
