@@ -698,13 +698,15 @@ class Reducer:
         """
         changed = self.changed()
         self.keeps_copies = self.keeps_copies or bool(changed)
-        for late in self.late:
-            late.drop([slot.name for slot in changed if late.means.get(slot.name) is self.given[slot][0]])
-        self.drop_late(set())
+        self.drop_late({slot.name for slot in changed if self.is_no_copy(slot)})
         at_hand = {slot for slot, (one, _) in self.given.items() if slot.parameter.grad is one}
         self.replaced |= self.given.keys() - at_hand - self.aside.keys() - changed
         self.given = {slot: self.given[slot] for slot in self.aside}
         self.used.clear()
+
+    def is_no_copy(self, slot: Slot) -> bool:
+        """Whether the loop was given the late mean itself."""
+        return any(late.means.get(slot.name) is self.given[slot][0] for late in self.late)
 
     def changed(self) -> set[Slot]:
         """Slots of parameters whose gradients the loop has changed in place since it was given them."""
