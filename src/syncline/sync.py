@@ -29,7 +29,7 @@ from syncline.current import refuse_outlived
 from syncline.errors import ConfigError, UnknownName
 from syncline.fabric.base import Fabric
 from syncline.guards.claims import Claim
-from syncline.guards.finite import Policy, Skipping, first_not_finite
+from syncline.guards.finite import Policy, Skipping, has_finite_gradients
 from syncline.modes.mode import Driver, Mode
 from syncline.modes.registry import mode_of, text_of_mode
 from syncline.modes.replica import Replica
@@ -468,8 +468,7 @@ class Sync:
         """
         if not self.skips or not self._scaler_judges():
             return self.skips
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        return bool(first_not_finite(("a gradient", gradient) for gradient in gradients))
+        return not has_finite_gradients(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
         """The step has been made, or left out."""

@@ -36,6 +36,11 @@ def assert_alike(ranks: list[Tensor]) -> None:
     assert all(same_bits(ranks[0], other) for other in ranks[1:])
 
 
+def assert_the_same_either_way(work: Callable[[syncline.Fabric, bool], Tensor]) -> None:
+    """All ranks come to the same bits, with and without what the second argument says."""
+    assert_alike([place for does in (True, False) for place in on_ranks(lambda fabric, does=does: work(fabric, does))])
+
+
 # What drains
 
 
@@ -215,8 +220,7 @@ def test_optimizers_that_take_turns_lose_no_late_gradient_by_going_on_from_a_che
         sync.drain()
         return place_of(model)
 
-    resumed, whole = [on_ranks(lambda fabric, does=does: work(fabric, does)) for does in (True, False)]
-    assert_alike([*resumed, *whole])
+    assert_the_same_either_way(work)
 
 
 @pytest.mark.parametrize("to_none", [True, False])
@@ -235,8 +239,7 @@ def test_other_optimizers_may_have_gradients_in_hand_when_one_is_reconfigured(to
         sync.drain()
         return place_of(model)
 
-    changed, same = [on_ranks(lambda fabric, does=does: work(fabric, does)) for does in (True, False)]
-    assert_alike([*changed, *same])
+    assert_the_same_either_way(work)
 
 
 @pytest.mark.parametrize("how", ["plainly", "clipped", "after wait()", "by a scaler"])
@@ -340,8 +343,7 @@ def test_each_of_two_optimizers_may_zero_its_own_gradients_in_place(between: str
         sync.drain()
         return place_of(model)
 
-    in_place, to_none = [on_ranks(lambda fabric, none=none: work(fabric, none)) for none in (False, True)]
-    assert_alike([*in_place, *to_none])
+    assert_the_same_either_way(work)
 
 
 def test_a_gradient_that_is_clipped_together_with_a_nan_is_not_stepped_with() -> None:
@@ -424,8 +426,7 @@ def test_an_overflow_that_is_under_way_may_arrive_in_other_buckets(codec: str) -
         sync.drain()
         return place_of(model)
 
-    changed, same = [on_ranks(lambda fabric, does=does: work(fabric, does)) for does in (True, False)]
-    assert_alike([*changed, *same])
+    assert_the_same_either_way(work)
 
 
 def test_a_rank_whose_pass_failed_does_not_drain_what_the_others_have_clipped() -> None:

@@ -54,9 +54,9 @@ def test_a_nan_is_of_the_optimizer_whose_turn_it_is(mode: str, bad: int) -> None
         assert all(place_of(part).isfinite().all() for part in model)
         return [not same_bits(place_of(part), then) for part, then in zip(model, before, strict=True)]
 
-    sound, astray = on_ranks(work)
-    assert sound == [True, True]
-    assert astray == [bad == 1, bad == 0]
+    first, second = on_ranks(work)
+    assert first == [True, True]
+    assert second == [bad == 1, bad == 0]
 
 
 @pytest.mark.parametrize("turns", [(0,), (0, 1, 0)])

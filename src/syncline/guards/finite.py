@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from syncline.core.torch_internals import norm_of_each
 from syncline.errors import NonFiniteGradient
@@ -56,6 +57,12 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str:
     if not plain or torch.isfinite(torch.stack([norm.float() for norm in norm_of_each(plain)])).all():
         return ""
     return next((name for name, tensor in everything if not is_finite(tensor)), "")
+
+
+def has_finite_gradients(optimizer: Optimizer) -> bool:
+    """Whether all gradients that an optimizer would step with now are finite."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return not first_not_finite(("a gradient", one.grad) for one in parameters if one.grad is not None)
 
 
 def harm_done(named: Iterable[tuple[str, Tensor]], is_mended: bool = False) -> str:

@@ -27,7 +27,7 @@ from syncline.core.status import Call
 from syncline.errors import ConfigError
 from syncline.fabric.base import Fabric
 from syncline.guards.fingerprint import NO_FINGERPRINT, Fingerprint, digest_of
-from syncline.guards.finite import Skipping, first_not_finite, is_finite
+from syncline.guards.finite import Skipping, first_not_finite, has_finite_gradients, is_finite
 from syncline.guards.hangs import some
 from syncline.guards.hyperparameters import Hyperparameters
 from syncline.guards.loads import Loads
@@ -124,7 +124,8 @@ class PeriodicDriver(Driver):
         if self.gradients is not None:
             self.problem = self.gradients.problem
         else:
-            self.problem = "" if self.is_finite_of(optimizer) else self.what_is_not_finite()
+            ignored = self.replica.settings.nonfinite == "ignore"
+            self.problem = "" if ignored or has_finite_gradients(optimizer) else self.what_is_not_finite()
 
     def warn_of_endless_round(self) -> None:
         """Say that the period does not go on, because steps are counted by rounds of all optimizers."""
@@ -142,12 +143,6 @@ class PeriodicDriver(Driver):
                 max(self.stepped.values()),
                 self.length,
             )
-
-    def is_finite_of(self, optimizer: Optimizer) -> bool:
-        """Whether the gradients of an optimizer are, or nobody wants to know."""
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        ignored = self.replica.settings.nonfinite == "ignore"
-        return ignored or not first_not_finite(("a gradient", gradient) for gradient in gradients)
 
     def what_is_not_finite(self) -> str:
         """Which gradient of this rank is NaN or infinite; the first one, for all optimizers that step with any."""
