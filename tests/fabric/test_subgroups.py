@@ -214,6 +214,11 @@ def test_one_that_is_closed_at_once_is_no_loss_to_whoever_still_connects(fabric:
     syncline.run(partial(members.close_at_once, count=60), world, fabric, PATIENT)
 
 
+def test_nobody_has_one_over_gloo_before_all_are_connected(tmp_path: Path) -> None:
+    work = partial(members.has_waited_for_the_slow, connected=tmp_path / "connected")
+    assert syncline.run(work, 3, "torch", PATIENT) == [True] * 3
+
+
 # Refusals
 
 

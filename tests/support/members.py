@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import combinations
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from support.faulty import remove
 from support.striking import report_and_stay
 from syncline.collectives.schedule import Hosts
 from syncline.errors import ConfigError
+from syncline.fabric import process_groups
 from syncline.fabric.base import Fabric
 from syncline.fabric.torch import torch_fabric
 
@@ -255,6 +257,22 @@ def close_at_once(fabric: Fabric, count: int) -> None:
     """Make subgroups and close each before the others may have connected to it."""
     for _ in range(count):
         fabric.subgroup(range(fabric.world)).close()
+
+
+def has_waited_for_the_slow(fabric: Fabric, connected: Path) -> bool:
+    """Whether a rank that has connected to all others is held until the one that is slow at it has said so."""
+    if fabric.rank == 1:
+        connect = process_groups.new_group
+
+        def slowly(*given: Any) -> dist.ProcessGroup:
+            group = connect(*given)
+            time.sleep(0.5)
+            connected.touch()
+            return group
+
+        process_groups.new_group = slowly
+    fabric.subgroup(range(fabric.world))
+    return connected.exists()
 
 
 def make_and_close(fabric: Fabric, count: int) -> tuple[int, int, int]:
